@@ -9,6 +9,7 @@ from hypothesis import settings
 
 settings.register_profile("default", derandomize=True, deadline=None, max_examples=25)
 settings.register_profile("nightly", deadline=None, max_examples=1000)
+settings.register_profile("few", derandomize=True, deadline=None, max_examples=5)  # what ran with "default" already
 settings.load_profile("default")
 
 

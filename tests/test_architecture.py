@@ -2,6 +2,7 @@
 
 import ast
 import graphlib
+import itertools
 import re
 import statistics
 import subprocess
@@ -62,10 +63,16 @@ def _room(path):
     return path.relative_to(SOURCE).parts[0].removesuffix(".py")
 
 
-def _imports(path):
+@pytest.fixture(scope="module")
+def files():
+    """The nodes of every file's syntax tree, by its path."""
+    return {path: list(ast.walk(ast.parse(path.read_text()))) for path in _modules()}
+
+
+def _imports(path, nodes):
     """(room or package, line) of every import in a file: top level, lazy and TYPE_CHECKING alike."""
     package = ["torchtether", *path.relative_to(SOURCE).parts[:-1]]
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes:
         if isinstance(node, ast.ImportFrom):
             if node.level:
                 base = package[: len(package) - node.level + 1]
@@ -82,22 +89,25 @@ def _imports(path):
                 yield alias.name.split("."), node.lineno
 
 
-@pytest.mark.parametrize("path", _modules(), ids=lambda p: str(p.relative_to(SOURCE)))
-def test_imports_point_down(path):
-    room = _room(path)
-    if room == "__init__":
-        return
+def test_imports_point_down(files):
+    for path, nodes in files.items():
+        if _room(path) != "__init__":
+            _check_imports(path, nodes)
+
+
+def _check_imports(path, nodes):
+    room, place = _room(path), path.relative_to(SOURCE)
     assert room in LEVEL, f"{room} stands on no level: add it to LEVELS"
-    for full, line in _imports(path):
+    for full, line in _imports(path, nodes):
         if full[0] == "torchtether":
-            assert len(full) > 1, f"{path.name}:{line} imports the package itself"
+            assert len(full) > 1, f"{place}:{line} imports the package itself"
             other = full[1]
             assert other == room or LEVEL[other] < LEVEL[room], (
-                f"{path.name}:{line} imports {other}, which is not below {room}"
+                f"{place}:{line} imports {other}, which is not below {room}"
             )
         else:
-            known = THIRD_PARTY | NEEDED_ELSEWHERE.get(str(path.relative_to(SOURCE)), set())
-            assert full[0] in known or full[0] in sys.stdlib_module_names, f"{path.name}:{line} imports {full[0]}"
+            known = THIRD_PARTY | NEEDED_ELSEWHERE.get(str(place), set())
+            assert full[0] in known or full[0] in sys.stdlib_module_names, f"{place}:{line} imports {full[0]}"
 
 
 def _dotted(path):
@@ -105,10 +115,10 @@ def _dotted(path):
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def _imported_modules(path, names):
+def _imported_modules(path, nodes, names):
     """The modules of the package that ``path`` imports, by their dotted names."""
     parts = path.relative_to(SOURCE).parts
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes:
         if isinstance(node, ast.ImportFrom) and node.level:
             base = [*parts[: len(parts) - node.level], *(node.module.split(".") if node.module else [])]
             for alias in node.names:
@@ -116,10 +126,10 @@ def _imported_modules(path, names):
                 yield one if one in names else ".".join(base)
 
 
-def test_no_module_imports_itself_through_others():
+def test_no_module_imports_itself_through_others(files):
     """Not inside a package either; ``graphlib`` raises CycleError, which names the circle."""
-    names = {_dotted(path): path for path in _modules()}
-    graph = {name: {other for other in _imported_modules(path, names) if other != name} for name, path in names.items()}
+    names = {_dotted(path): path for path in files}
+    graph = {name: {*_imported_modules(path, files[path], names)} - {name} for name, path in names.items()}
     assert len(list(graphlib.TopologicalSorter(graph).static_order())) >= len(names)
 
 
@@ -127,17 +137,16 @@ def _is_private(name):
     return name.startswith("_") and not name.startswith("__")
 
 
-def _own_private_names():
+def _own_private_names(files):
     """The private names that the package defines: functions, classes, variables, attributes of its own objects."""
     found = set()
-    for path in _modules():
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-                found.add(node.name)
-            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-                found.add(node.id)
-            elif isinstance(node, ast.Attribute) and getattr(node.value, "id", "") in {"self", "cls", "made"}:
-                found.add(node.attr)
+    for node in itertools.chain.from_iterable(files.values()):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            found.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, ast.Attribute) and getattr(node.value, "id", "") in {"self", "cls", "made"}:
+            found.add(node.attr)
     return {name for name in found if _is_private(name)}
 
 
@@ -152,9 +161,9 @@ def _is_operator(node):
     return last in OPERATORS or (last == "torch" and hasattr(torch.ops.aten, node.attr))
 
 
-def _private_uses(path, own):
-    """(name, line) of what ``path`` takes from others that begins with one underscore."""
-    for node in ast.walk(ast.parse(path.read_text())):
+def _private_uses(nodes, own):
+    """(name, line) of what a file takes from others that begins with one underscore."""
+    for node in nodes:
         if isinstance(node, ast.ImportFrom) and not node.level:
             taken = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
             yield from ((name, node.lineno) for name in taken if _is_private(name))
@@ -168,15 +177,14 @@ OF_PYTHON = {"_getframe", "_exit", "_fields", "_asdict", "_replace", "_at_fork_r
 """Names of Python's own that begin with an underscore: frames, named tuples, fork, slots, pickle's twin of its C."""
 
 
-@pytest.mark.parametrize("path", _modules(), ids=lambda p: str(p.relative_to(SOURCE)))
-def test_only_torch_private_names_what_torch_keeps_to_itself(path):
-    if _room(path) in {"torch_private", "integrations"}:  # the latter: what other libraries keep, where they say so
-        return
-    found = [(name, line) for name, line in _private_uses(path, OWN_PRIVATE) if name not in OF_PYTHON]
-    assert not found, f"{path.relative_to(SOURCE)}: {found}: give it a name, and a reason, in torch_private/"
+def test_only_torch_private_names_what_torch_keeps_to_itself(files):
+    own = _own_private_names(files)
+    for path, nodes in files.items():
+        if _room(path) in {"torch_private", "integrations"}:  # the latter: what other libraries keep, where they say so
+            continue
+        found = [(name, line) for name, line in _private_uses(nodes, own) if name not in OF_PYTHON]
+        assert not found, f"{path.relative_to(SOURCE)}: {found}: give it a name, and a reason, in torch_private/"
 
-
-OWN_PRIVATE = _own_private_names()
 
 DISK = {
     "open", "fdopen", "read_bytes", "read_text", "write_bytes", "write_text", "mkdir", "unlink", "rename", "rmdir",
@@ -194,12 +202,15 @@ DOORS = {
 """Beside ``files/``, and why."""
 
 
-@pytest.mark.parametrize("path", _modules(), ids=lambda p: str(p.relative_to(SOURCE)))
-def test_only_files_opens_the_disk(path):
-    place = path.relative_to(SOURCE)
-    if _room(path) == "files" or any(place.is_relative_to(door) for door in DOORS):
-        return
-    for node in ast.walk(ast.parse(path.read_text())):
+def test_only_files_opens_the_disk(files):
+    for path, nodes in files.items():
+        place = path.relative_to(SOURCE)
+        if _room(path) != "files" and not any(place.is_relative_to(door) for door in DOORS):
+            _check_disk(place, nodes)
+
+
+def _check_disk(place, nodes):
+    for node in nodes:
         if isinstance(node, ast.Call):
             called = node.func
             name = called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")

@@ -40,11 +40,18 @@ def _raises():
                 called = node.exc.func
                 name = called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")
                 room = next((place for place in NAMED_BY_CALLERS if path.relative_to(SOURCE).is_relative_to(place)), "")
-                yield pytest.param(name, node.exc, room, id=f"{path.relative_to(SOURCE)}:{node.lineno}")
+                yield name, node.exc, room, f"{path.relative_to(SOURCE)}:{node.lineno}"
 
 
-RAISES = list(_raises())
-DELIBERATE = [one for one in RAISES if one.values[0] in OURS]
+@pytest.fixture(scope="module")
+def raises():
+    """Every ``raise``: the name of its class, the call, the room whose callers add a name or "", and its place."""
+    return list(_raises())
+
+
+@pytest.fixture(scope="module")
+def deliberate(raises):
+    return [one for one in raises if one[0] in OURS]
 
 
 def _is_said(node):
@@ -52,18 +59,25 @@ def _is_said(node):
     return any(isinstance(part, ast.FormattedValue) for part in ast.walk(node))
 
 
-def test_there_are_hundreds_of_them():
-    assert len(DELIBERATE) > 300
+def test_there_are_hundreds_of_them(deliberate):
+    assert len(deliberate) > 300
 
 
-@pytest.mark.parametrize(("name", "call", "room"), RAISES)
-def test_what_is_raised_is_ours_or_a_protocol(name, call, room):
-    is_class = name[:1].isupper()
-    assert not is_class or name in OURS or name in PROTOCOL, f"{name}: make it a TetherError, or say why not"
+def test_what_is_raised_is_ours_or_a_protocol(raises):
+    known = {*OURS, *PROTOCOL}
+    others = [f"{place}: {name}" for name, _, _, place in raises if name[:1].isupper() and name not in known]
+    assert not others, "make it a TetherError, or say why not"
 
 
-@pytest.mark.parametrize(("name", "call", "room"), DELIBERATE)
-def test_an_error_says_what_is_wrong_of_what_or_what_to_do(name, call, room):
+def test_an_error_says_what_is_wrong_of_what_or_what_to_do(deliberate):
+    for name, call, room, place in deliberate:
+        try:
+            _check_text(name, call, room)
+        except AssertionError as error:
+            raise AssertionError(f"{place}: {error}") from error
+
+
+def _check_text(name, call, room):
     assert name != "TetherError" or call.args, "a class of its own says more"
     assert call.args, "an error says what is wrong"
     text = call.args[0]
@@ -83,8 +97,8 @@ def test_an_error_says_what_is_wrong_of_what_or_what_to_do(name, call, room):
 
 
 @pytest.mark.parametrize("name", sorted(OURS - {"TetherError"}))
-def test_every_class_is_raised_and_a_test_expects_it(name):
-    assert any(one.values[0] == name for one in DELIBERATE) or re.search(
+def test_every_class_is_raised_and_a_test_expects_it(name, deliberate):
+    assert any(one[0] == name for one in deliberate) or re.search(
         rf"return {name}\(", "".join(path.read_text() for path in SOURCE.rglob("*.py"))
     )
     expected = re.compile(rf"(raises|refused|fails)\([^)]*\b{name}\b|\b{name}\b.*match=")

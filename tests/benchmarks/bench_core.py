@@ -139,15 +139,17 @@ def conversions(scale, rounds):
     return rows
 
 
+LARGE = ("stock .to", "stock .to, swap mode", "tt.convert", "stock .to in swapping")
+
+
 def large(scale, rounds):
     """float32 to bfloat16, 1.2 billion parameters: time, and memory above the model at its highest."""
     count, width = int(72 * scale) or 1, 4096
-    names = ("stock .to", "stock .to, swap mode", "tt.convert", "stock .to in swapping")
-    found, peaks = {name: [] for name in names}, {name: [] for name in names}
+    found, peaks = {name: [] for name in LARGE}, {name: [] for name in LARGE}
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=spawn, max_tasks_per_child=1) as pool:
         for _ in range(min(rounds, 3)):
-            for name in names:
+            for name in LARGE:
                 seconds, peak = pool.submit(large_run, name, count, width).result()
                 found[name].append(seconds)
                 peaks[name].append(peak)
@@ -225,6 +227,9 @@ def peak_of_load(scheme, width, folder):
     return (report.peak or 0) - sum(parameter.nbytes for parameter in model.parameters())
 
 
+LOADS = (None, "int8", "int4", "nf4")
+
+
 def memory(scale, rounds):
     """Anonymous memory at most: of a conversion above the model, and of a quantizing load above the final model."""
     rows, width = [], max(int(2048 * scale), 8)
@@ -237,7 +242,7 @@ def memory(scale, rounds):
     ):
         tt.save(linears(9, width), folder, max_shard_size=max(largest * 3, 1))
         rows += peaks_of(size, {name: [pool.submit(peak_of_change, name, width).result()] for name in CHANGES}, largest)
-        for scheme in (None, "int8", "int4", "nf4"):
+        for scheme in LOADS:
             peak = pool.submit(peak_of_load, scheme, width, folder).result()
             what = f"load as {scheme or 'float32'}"
             rows.append(Row(what, "above the final model", *[peak / MIB] * 3, "MiB", peak / largest))

@@ -7,12 +7,13 @@ import sys
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 import torchtether as tt
 from tests.catalog import FEW, SCHEMES
+from tests.strategies import examples
 from torchtether.cli import verify
 from torchtether.cli.main import main
 from torchtether.cli.verify import verify_checkpoint
@@ -54,7 +55,7 @@ def test_every_stored_tensor_has_the_checksum_of_its_bytes(saved):
         assert report.bytes == sum(one.nbytes for one in checkpoint.store.header.tensors.values())
 
 
-@settings(max_examples=100)
+@examples(50)
 @given(st.data())
 def test_a_flipped_bit_is_found_with_file_and_key(saved, tmp_path_factory, data):
     with tt.open(saved) as checkpoint:
@@ -126,7 +127,6 @@ def by_whole(one, two):
     return float(error.max()), sqnr, bool((error <= bound.double() * (1 + 1e-6)).all())
 
 
-@settings(max_examples=40)
 @given(st.sampled_from(sorted(QUANTIZED)), st.sampled_from(SHAPES), st.booleans(), st.integers(0, 3), st.data())
 def test_pieces_give_what_whole_tensors_give(tmp_path_factory, kind, shape, is_turned, broken, data):
     """For every scheme, each with rows, blocks and streams of its own; a few values are moved far off."""

@@ -2,11 +2,12 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.schemes import laws
+from tests.strategies import examples
 from torchtether import compiled
 from torchtether.schemes import Affine, Codebook, ScaledFloat, codebook, fp4, fp8, int4, int8, mxfp4, mxfp8, nf4, nvfp4
 from torchtether.schemes.blocks import Grid
@@ -77,7 +78,6 @@ def check(scheme, w):
 
 
 @pytest.mark.parametrize("scheme", LOOPS.values(), ids=LOOPS)
-@settings(max_examples=25, deadline=None)
 @given(w=laws.values(dtypes=OUT))
 def test_bits_are_those_of_torch_ops(scheme, w):
     if w.dim() < 2 and getattr(scheme, "block", (1,))[0] not in (1, None):
@@ -111,7 +111,7 @@ STEPPED = {
 
 
 @pytest.mark.parametrize("name", STEPPED)
-@settings(max_examples=12, deadline=None)
+@examples(12)
 @given(seed=st.integers(0, 2**32), is_plain=st.booleans())
 def test_numbers_next_to_every_step_are_rounded_as_quotients_are(name, seed, is_plain):
     """Where a product by the reciprocal of the scale is most likely to give another code; ``is_plain``: also ties."""

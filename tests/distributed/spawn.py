@@ -1,6 +1,6 @@
 """Runs a function on several processes in a gloo group, and returns or raises their results.
 
-Processes are forked from a server that has imported torch once, so that a group of four costs tenths of a second.
+Processes are forked from a server that has imported PRELOADED once, so that a group of four costs tenths of a second.
 """
 
 import multiprocessing
@@ -15,6 +15,10 @@ from pathlib import Path
 
 _GRACE = 3.0
 """Seconds that the other ranks have to say what went wrong with them, after the first has failed."""
+
+
+PRELOADED = ["torch.distributed.tensor", "torch.distributed.fsdp", "torch._dynamo", "pytest", "torchtether"]
+"""What every rank imports: FSDP2 imports ``torch._dynamo`` with the first module, which alone takes a second."""
 
 
 class RankError(AssertionError):
@@ -89,7 +93,7 @@ def _context():
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch.distributed.tensor", "torch.distributed.fsdp", "torchtether"])
+    context.set_forkserver_preload(PRELOADED)
     return context
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.device_mesh import init_device_mesh
@@ -168,7 +168,6 @@ def test_a_metadata_that_lies_is_an_error(valid, tmp_path, change, said):
         checkpoint["t0"]
 
 
-@settings(max_examples=50)
 @given(data=st.data())
 def test_mutated_bytes_give_tensors_or_one_error(valid, tmp_path_factory, data):
     folder = tmp_path_factory.mktemp("mutated") / "copy"

@@ -5,11 +5,12 @@ import struct
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import torchtether as tt
 from tests.formats.ggufs import gguf
+from tests.strategies import examples
 from tests.written import write_tensors
 from torchtether.files import KEY, replacing
 
@@ -63,7 +64,7 @@ def mutated(valid, edits, cut):
 EDITS = st.lists(st.tuples(st.integers(0, 2**20), st.integers(0, 255)), min_size=1, max_size=4)
 
 
-@settings(max_examples=300)
+@examples(150)
 @given(EDITS, st.sampled_from([0, 0, 0, 1, 8, 100]))
 def test_mutated_bytes(valid, tmp_path_factory, edits, cut):
     open_and_read(tmp_path_factory.getbasetemp() / "fuzz.safetensors", mutated(valid, edits, cut))
@@ -198,7 +199,7 @@ CHECKS = {"valid": check_mutated_header, "shards": check_mutated_shards, "pickle
 
 
 @pytest.mark.parametrize("kind", CHECKS)
-@settings(max_examples=200)
+@examples(60)
 @given(data=st.data())
 def test_mutated_structure(request, tmp_path_factory, kind, data):
     folder = tmp_path_factory.getbasetemp() / "fuzz"
@@ -208,7 +209,7 @@ def test_mutated_structure(request, tmp_path_factory, kind, data):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", CHECKS)
-@settings(max_examples=2_000)
+@examples(2_000)
 @given(data=st.data())
 def test_much_mutated_structure(request, tmp_path_factory, kind, data):
     folder = tmp_path_factory.getbasetemp() / "fuzz"
@@ -216,7 +217,7 @@ def test_much_mutated_structure(request, tmp_path_factory, kind, data):
     CHECKS[kind](data.draw, request.getfixturevalue(kind), folder)
 
 
-@settings(max_examples=400)
+@examples(200)
 @given(st.data())
 def test_mutated_records(valid, tmp_path_factory, data):
     """Any value in the record replaced by any other: sizes, names, schemes, fields."""
@@ -253,7 +254,7 @@ def one_gguf(valid_gguf, tmp_path_factory, edits, cut):
     open_and_read(tmp_path_factory.getbasetemp() / "fuzz.gguf", mutated(valid_gguf, edits, cut))
 
 
-@settings(max_examples=300)
+@examples(150)
 @given(EDITS, st.sampled_from([0, 0, 0, 1, 8, 100]))
 def test_mutated_gguf(valid_gguf, tmp_path_factory, edits, cut):
     one_gguf(valid_gguf, tmp_path_factory, edits, cut)

@@ -6,7 +6,7 @@ import tracemalloc
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import torchtether as tt
@@ -36,7 +36,6 @@ def refused(path):
     return str(caught.value)
 
 
-@settings(max_examples=60)
 @given(
     shape=st.lists(st.integers(0, 5), max_size=4),
     kind=st.sampled_from(sorted(PLAIN)),

@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import nn
@@ -102,7 +102,6 @@ def bits(part):
 KINDS = (*FLOAT8, *WIDTH, "int8_tensorwise", "int8_blockwise")
 
 
-@settings(max_examples=60)
 @given(
     kind=st.sampled_from(KINDS),
     rows=st.sampled_from((2, 31, 130, 300)),
@@ -147,7 +146,6 @@ def test_a_bank_under_one_global_scale():
     assert "global_scale has shape (2,)" in fault(named(tensors, format="nvfp4"))
 
 
-@settings(max_examples=40)
 @given(
     kind=st.sampled_from(sorted(WIDTH)),
     rows=st.integers(1, 270),

@@ -6,12 +6,12 @@ import re
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 import torchtether as tt
-from tests.strategies import filled
+from tests.strategies import examples, filled
 from torchtether.errors import CheckpointError, SchemeError
 from torchtether.files import Record, Stored
 from torchtether.formats import Contents, compressed_tensors
@@ -105,7 +105,7 @@ def writable(draw):
     return draw(st.sampled_from((NVFP4, ScaledFloat("e2m1", (1, 16), E4M3)))), (rows, 16 * draw(st.integers(1, 6)))
 
 
-@settings(max_examples=200, suppress_health_check=[HealthCheck.too_slow])
+@examples(60, suppress_health_check=[HealthCheck.too_slow])
 @given(case=writable(), seed=st.integers(0, 2**31), pattern=st.sampled_from(("normal", "zeros", "positive", "spike")))
 def test_what_is_written_is_read(case, seed, pattern):
     scheme, shape = case
@@ -153,7 +153,7 @@ def _one_stream(codes, bits):
     return torch.tensor([[word - 2**32 if word >= 2**31 else word for word in row] for row in lines], dtype=torch.int32)
 
 
-@settings(max_examples=100)
+@examples(50)
 @given(
     bits=st.integers(1, 8),
     rows=st.integers(1, 30),
@@ -624,7 +624,7 @@ TOP = ("config_groups", "ignore", "format", "version", "sparsity_config", "trans
 FIELDS = ("num_bits", "type", "strategy", "group_size", "block_structure", "symmetric", "actorder", "dynamic")
 
 
-@settings(max_examples=150)
+@examples(60)
 @given(data=st.data())
 def test_no_config_crashes(data):
     """Only refusals and faults, whatever a field holds."""

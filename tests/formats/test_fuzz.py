@@ -12,13 +12,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
 import torchtether as tt
 from tests.fuzzing.limits import little_memory
 from tests.fuzzing.mutators import ODD as ODD_VALUES
+from tests.strategies import examples
 from torchtether.files.dtypes import DTYPES
 
 GOLDEN = Path(__file__).parent.parent / "golden"
@@ -360,7 +361,7 @@ def test_every_field_of_json_in_a_tensor_may_be_anything(folder, sample, ends, o
 
 
 @pytest.mark.parametrize("name", SAMPLES)
-@settings(max_examples=8)
+@examples(8)
 @given(data=st.data())
 def test_mutated_samples(name, folder, data):
     _fuzz(name, folder, data.draw)
@@ -368,7 +369,6 @@ def test_mutated_samples(name, folder, data):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SAMPLES)
-@settings(max_examples=60)
 @given(data=st.data())
 def test_much_mutated_samples(name, folder, data):
     _fuzz(name, folder, data.draw)

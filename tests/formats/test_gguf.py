@@ -4,12 +4,13 @@ import json
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import torchtether as tt
 from tests.formats.files import faults
 from tests.formats.ggufs import gguf
+from tests.strategies import examples
 from torchtether.cli.main import main
 from torchtether.cli.transform import quantize_checkpoint
 from torchtether.files import PACKINGS, PAIRS
@@ -40,7 +41,7 @@ def written(folder, packing, shape, seed=0, name="w", pairs=None):
 
 
 @pytest.mark.parametrize("packing", CODECS)
-@settings(max_examples=15)
+@examples(15)
 @given(lead=st.lists(st.integers(1, 3), max_size=2), count=st.integers(1, 3), seed=st.integers(0, 99))
 def test_any_rank_gives_the_values_of_its_blocks(packing, lead, count, seed, tmp_path_factory):
     """A block alone, and the same block among others, decode to the same values."""
@@ -138,7 +139,7 @@ FITTING = {
 
 
 @pytest.mark.parametrize("packing", CODECS)
-@settings(max_examples=15)
+@examples(15)
 @given(lead=st.lists(st.integers(1, 3), max_size=2), count=st.integers(1, 3), seed=st.integers(0, 99))
 def test_blocks_are_written_as_they_were_read(packing, lead, count, seed, tmp_path_factory):
     shape, folder = (*lead, count * PACKINGS[packing].elements), tmp_path_factory.mktemp("again")

@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.formats.folders import fault, opened
@@ -52,7 +52,6 @@ def made(rows, columns, group_size, bits, dtype=BF16, seed=0, as_float=False):
     return {f"m.{key}": tensor for key, tensor in tensors.items()}, values.view(rows, columns)
 
 
-@settings(max_examples=50)
 @given(
     rows=st.sampled_from((8, 16, 24)),
     per_row=st.integers(1, 3),

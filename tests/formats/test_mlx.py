@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -39,7 +39,6 @@ def quantization(group_size=64, bits=4, **more):
     return {"quantization": {"group_size": group_size, "bits": bits, **more}}
 
 
-@settings(max_examples=60)
 @given(
     lead=st.lists(st.integers(1, 5), min_size=1, max_size=2),
     groups=st.integers(1, 4),

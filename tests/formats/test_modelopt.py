@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.formats.folders import fault, opened
@@ -49,7 +49,6 @@ def named(name, tensors):
     return {f"{name}{suffix}": tensor for suffix, tensor in tensors.items()}
 
 
-@settings(max_examples=60)
 @given(
     kind=st.sampled_from(("FP8", "NVFP4", "MXFP8", "MXFP4")),
     lead=st.sampled_from(((), (3,))),

@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -41,7 +41,6 @@ def loaded(tensors, shape, **beside):
     return model.m.weight
 
 
-@settings(max_examples=50)
 @given(
     rows=st.integers(1, 9),
     per_row=st.integers(1, 3),

@@ -10,7 +10,7 @@ import re
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -139,7 +139,6 @@ def check(tensors, said, values, order="reorder"):
             assert torch.equal(given[role].float(), wanted.float()), role
 
 
-@settings(max_examples=80)
 @given(
     dtype=st.sampled_from(sorted(INTEGERS)),
     qscheme=st.sampled_from(SCHEMES),
@@ -154,7 +153,6 @@ def test_integers(dtype, qscheme, rows, columns, order, symmetric, scale_dtype, 
     check(*integers(dtype, qscheme, rows, columns, order, symmetric, 16, scale_dtype, seed), order)
 
 
-@settings(max_examples=40)
 @given(
     case=st.sampled_from(
         [(dtype, kind) for dtype in FLOAT8 for kind in ("per_tensor", "per_channel", "per_block")]

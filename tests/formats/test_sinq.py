@@ -10,7 +10,7 @@ import tempfile
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
@@ -60,7 +60,6 @@ def made(rows, columns, group_size, bits, dtype=BF16, own=F16, coded=True, seed=
     return {f"m.{key}": tensor for key, tensor in tensors.items()}, {"m": {"meta": meta}}, values
 
 
-@settings(max_examples=50)
 @example(2, 20, 5, BF16, F16, True, 0)  # groups that end within a byte
 @given(
     per_row=st.integers(1, 3),
@@ -140,7 +139,6 @@ def test_what_is_wrong(tensors, said, words):
 # -- writing ------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=25)
 @given(
     rows=st.integers(1, 9),
     per_row=st.integers(1, 3),

@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import torchtether as tt
@@ -32,7 +32,6 @@ def expanded(part, shape):
     return part
 
 
-@settings(max_examples=60)
 @given(
     bits=st.integers(1, 8),
     lead=st.sampled_from(((), (3,))),

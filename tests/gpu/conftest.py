@@ -20,12 +20,13 @@ def is_there():
 
 def pytest_collection_modifyitems(config, items):
     """Mark the tests of this folder, and deselect them if there is no device."""
-    here = [item for item in items if FOLDER in item.path.parents]
+    files = {path for path in {item.path for item in items} if FOLDER in path.parents}
+    here = [item for item in items if item.path in files]
     for item in here:
         item.add_marker(pytest.mark.gpu)
     if not is_there():
         left_out[:] = here
-        items[:] = [item for item in items if FOLDER not in item.path.parents]
+        items[:] = [item for item in items if item.path not in files]
 
 
 def pytest_terminal_summary(terminalreporter):

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import torchtether as tt
@@ -42,7 +42,6 @@ def _dequantize(codes, state):
     return generic(codes, absmax, state.code, state.blocksize, state.shape, state.dtype)
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     shape=shapes,
     dtype=dtypes,
@@ -66,7 +65,6 @@ def test_they_write_we_read(shape, dtype, kind, nested, blocksize, storage, seed
     assert decoded(folder, "m.weight").dtype == dtype
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     shape=shapes,
     dtype=dtypes,
@@ -81,7 +79,6 @@ def test_we_write_they_read(shape, dtype, scheme, seed):
     assert torch.equal(_dequantize(theirs.data, theirs.quant_state), weight.dequantize())
 
 
-@settings(max_examples=40, deadline=None)
 @given(shape=shapes, dtype=dtypes, seed=st.integers(0, 999))
 def test_int8_rows(shape, dtype, seed, tmp_path_factory):
     codes, scales, _ = bnb.functional.int8_vectorwise_quant(random(*shape, seed=seed).half())

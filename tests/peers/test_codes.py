@@ -6,9 +6,10 @@ another order, the few codes that round to the other neighbour are counted and b
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.strategies import examples
 from torchtether.schemes import Affine, ScaledFloat, fp4, fp8, int4, int8, mxfp4, mxfp8, nf4, nvfp4
 from torchtether.schemes.bits import unpack
 from torchtether.schemes.tables import DYNAMIC, FP4, NF4
@@ -16,7 +17,7 @@ from torchtether.schemes.tables import DYNAMIC, FP4, NF4
 pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]  # what peers warn about when imported
 
 seeds = st.integers(0, 2**31 - 1)
-sizes = settings(max_examples=20)
+sizes = examples(20)
 
 
 def gaussian(*shape, seed=0):

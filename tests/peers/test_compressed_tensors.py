@@ -4,13 +4,13 @@ import json
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 import torchtether as tt
 from tests.formats.test_compressed_tensors import MXFP6, NVFP4, contents, read
-from tests.strategies import filled
+from tests.strategies import examples, filled
 from torchtether.formats import compressed_tensors
 from torchtether.formats.compressed_tensors.config import PRESETS as KNOWN_PRESETS
 from torchtether.schemes import Affine, ScaledFloat, mxfp4, mxfp8, same_bits
@@ -18,7 +18,7 @@ from torchtether.schemes import Affine, ScaledFloat, mxfp4, mxfp8, same_bits
 pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]  # what peers warn about when imported
 
 ct = pytest.importorskip("compressed_tensors")
-some = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+some = examples(25, suppress_health_check=[HealthCheck.too_slow])
 FLOATS = st.sampled_from((torch.bfloat16, torch.float16, torch.float32))
 
 

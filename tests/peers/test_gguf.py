@@ -3,10 +3,11 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import torchtether as tt
+from tests.strategies import examples
 from torchtether.formats.gguf_blocks import CODECS
 
 pytestmark = pytest.mark.peers
@@ -52,7 +53,6 @@ leads = st.lists(st.integers(1, 4), min_size=0, max_size=2)
 
 
 @pytest.mark.parametrize("kind", QUANTIZED)
-@settings(max_examples=25)
 @given(lead=leads, blocks=st.integers(1, 5), pattern=patterns, seed=st.integers(0, 2**31))
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # their division by an empty scale
 def test_what_it_quantizes(kind, lead, blocks, pattern, seed, tmp_path_factory):
@@ -76,7 +76,6 @@ def _with_scales(kind, raw, seed):
 
 
 @pytest.mark.parametrize("kind", CODECS)
-@settings(max_examples=40)
 @given(rows=st.integers(1, 5), blocks=st.integers(1, 4), seed=st.integers(0, 2**31))
 def test_any_bytes(kind, rows, blocks, seed, tmp_path_factory):
     _, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
@@ -91,7 +90,7 @@ def test_any_bytes(kind, rows, blocks, seed, tmp_path_factory):
 
 
 @pytest.mark.parametrize("kind", CODECS)
-@settings(max_examples=15)
+@examples(15)
 @given(lead=leads, blocks=st.integers(1, 3), pattern=patterns, seed=st.integers(0, 2**31))
 def test_it_reads_what_we_write(kind, lead, blocks, pattern, seed, tmp_path_factory):
     size, _ = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]

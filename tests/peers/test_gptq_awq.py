@@ -5,16 +5,17 @@ import warnings
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import torchtether as tt
 from tests.formats.linears import drawn, gemm, gptq, opened, write
+from tests.strategies import examples
 
 pytestmark = pytest.mark.peers
 
 seeds = st.integers(0, 2**31 - 1)
-sizes = settings(max_examples=10)
+sizes = examples(10)
 
 
 def imported(name):
@@ -46,7 +47,7 @@ def state(module, name="m"):
 @pytest.mark.parametrize("symmetric", [True, False], ids=["sym", "asym"])
 @pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 7, 8])
 @pytest.mark.parametrize(("module", "packing"), [("qlinear_torch_zp", "auto_gptq"), ("qlinear_torch", "gptqmodel")])
-@settings(max_examples=4)
+@examples(4)
 @given(rows=st.integers(1, 3), groups=st.integers(1, 4), size=st.sampled_from((32, 64, 128)), seed=seeds)
 def test_what_autoround_packs_as_gptq(module, packing, bits, symmetric, rows, groups, size, seed, tmp_path_factory):
     """The identity goes through its layer as the weights; bits are equal, because it multiplies once, in float16."""

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.formats.folders import opened
@@ -10,7 +10,6 @@ from tests.formats.folders import opened
 pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]
 
 
-@settings(max_examples=30, deadline=None)
 @given(
     bits=st.sampled_from((8, 6, 5, 4, 2, 1)),
     group_size=st.sampled_from((16, 64)),

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.formats.folders import opened
@@ -28,7 +28,6 @@ def to_torch(array, dtype=None):
     return torch.tensor(array.astype(mx.float32).tolist(), dtype=torch.float32).reshape(array.shape).to(dtype)
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     mode=st.sampled_from(MODES),
     dtype=st.sampled_from(list(DTYPES)),

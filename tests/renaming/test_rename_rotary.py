@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import torchtether as tt
+from tests.strategies import examples
 
 SCHEMES = [None, tt.int8(), tt.int4(32), tt.mxfp4(), tt.ScaledFloat(block=(1, None))]
 
@@ -23,7 +24,7 @@ def holder(**shapes):
 
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
-@settings(max_examples=20)
+@examples(20)
 @given(heads=st.integers(1, 5), size=st.integers(1, 4), seed=st.integers(0, 99), to_pairs=st.booleans())
 def test_the_rows_of_each_head_change_order(scheme, heads, size, seed, to_pairs, tmp_path_factory):
     w = torch.randn(heads * size * 2, 64, generator=torch.Generator().manual_seed(seed))

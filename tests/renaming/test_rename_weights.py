@@ -5,12 +5,13 @@ from typing import ClassVar
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import torchtether as tt
 from tests.checkpoint.test_round_trip import bits
 from tests.renaming.test_rename_rules import EXPERTS, QKV, holder
+from tests.strategies import examples
 from torchtether.schemes import SCHEMES as KINDS
 from torchtether.schemes import Part
 from torchtether.schemes.tables import NF4
@@ -71,7 +72,7 @@ def check(path, stored, expected, rename, scheme, is_certain=None):
 
 
 @pytest.mark.parametrize("name", SCHEMES)
-@settings(max_examples=12)
+@examples(12)
 @given(data=st.data())
 def test_concat_and_split(tmp_path_factory, name, data):
     scheme, columns = SCHEMES[name], data.draw(st.sampled_from([8, 12, 32]))
@@ -94,7 +95,7 @@ def test_concat_and_split(tmp_path_factory, name, data):
 
 
 @pytest.mark.parametrize("name", SCHEMES)
-@settings(max_examples=6)
+@examples(6)
 @given(data=st.data())
 def test_stack_and_unbind_also_of_concatenated_and_transposed_ones(tmp_path_factory, name, data):
     scheme, columns = SCHEMES[name], data.draw(st.sampled_from([8, 32]))

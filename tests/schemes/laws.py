@@ -39,6 +39,11 @@ def slow_if_searching(schemes: Sequence[Scheme]) -> list[object]:
     return [pytest.param(one, marks=[pytest.mark.slow] * slow) for one, slow in zip(schemes, searching, strict=True)]
 
 
+def slow_after_the_first(schemes: Sequence[Scheme]) -> list[object]:
+    """Return the schemes of one family as parameters; all but the first are slow: each compiles several graphs."""
+    return [pytest.param(one, marks=[pytest.mark.slow] * (i > 0)) for i, one in enumerate(schemes)]
+
+
 def make(shape: Shape, pattern: str, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """Numbers of a known pattern; finite in ``dtype``."""
     generator = torch.Generator().manual_seed(seed)

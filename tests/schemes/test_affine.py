@@ -4,10 +4,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.schemes import laws
+from tests.strategies import examples
 from torchtether.errors import SchemeError
 from torchtether.schemes import Affine
 
@@ -37,7 +38,6 @@ every_scheme = pytest.mark.parametrize(
     "scheme", laws.slow_if_searching(SCHEMES), ids=lambda s: "-".join(map(str, s.to_json().values()))
 )
 a_scheme = st.sampled_from(SCHEMES)
-few = settings(max_examples=60)
 
 
 def fits(scheme, w):
@@ -48,7 +48,7 @@ def fits(scheme, w):
 
 
 @every_scheme
-@settings(max_examples=12)
+@examples(12)
 @given(w=laws.values(), data=st.data())
 def test_laws(scheme, w, data):
     if not fits(scheme, w):
@@ -91,12 +91,13 @@ def test_empty_tensors(scheme):
         laws.check_empty(scheme)
 
 
-@pytest.mark.parametrize("scheme", [SCHEMES[0], SCHEMES[8], SCHEMES[10], SCHEMES[12], SCHEMES[13]])
+@pytest.mark.parametrize(
+    "scheme", laws.slow_after_the_first([SCHEMES[0], SCHEMES[8], SCHEMES[10], SCHEMES[12], SCHEMES[13]])
+)
 def test_encode_and_decode_are_one_graph_each(scheme):
     laws.check_compiles(scheme, laws.make((6, 40), "normal", 1))
 
 
-@few
 @given(w=laws.values(dtypes=(torch.float32,)), bits=st.integers(2, 8), width=st.sampled_from((None, 8, 32)))
 def test_a_narrow_range_keeps_its_codes_when_encoded_afresh(w, bits, width):
     """The largest value is the code at the end of the range exactly, so the scale comes back and the codes with it."""
@@ -106,7 +107,6 @@ def test_a_narrow_range_keeps_its_codes_when_encoded_afresh(w, bits, width):
     laws.assert_same_parts(parts, again, ["qdata"])
 
 
-@few
 @given(w=laws.values(dtypes=(torch.float32,)), bits=st.integers(2, 8), symmetric=st.booleans())
 def test_encoding_decoded_values_afresh_stays_within_the_bound(w, bits, symmetric):
     """The full symmetric range moves its scale each time; the error of each time is still within what it states."""
@@ -115,7 +115,6 @@ def test_encoding_decoded_values_afresh_stays_within_the_bound(w, bits, symmetri
     laws.check_bound(scheme, decoded)
 
 
-@few
 @given(w=laws.values(least=2), bits=st.integers(1, 8), symmetric=st.booleans(), signed=st.booleans())
 def test_decoding_follows_the_contract(w, bits, symmetric, signed):
     """Codes minus zero, exactly; one float32 product; one rounding: recomputed in float64 from the parts."""
@@ -136,7 +135,6 @@ def test_decoding_follows_the_contract(w, bits, symmetric, signed):
     assert torch.equal(scheme.decode(parts, shape, torch.float32), exact.float())
 
 
-@few
 @given(w=laws.values(least=2), bits=st.sampled_from((2, 4, 8)), symmetric=st.booleans())
 def test_signed_and_unsigned_say_the_same(w, bits, symmetric):
     signed = Affine(bits=bits, symmetric=symmetric, block=(1, 16))
@@ -242,7 +240,6 @@ def test_tall_blocks_keep_the_last_two_dimensions():
     assert not Affine(bits=3).can_view((1, 5), (5,))  # a row of 2 bytes, a run of 3
 
 
-@settings(max_examples=60)
 @given(
     bits=st.integers(2, 8),
     symmetric=st.booleans(),

@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.schemes import laws
+from tests.strategies import examples
 from torchtether.errors import SchemeError
 from torchtether.schemes import Biased
 
@@ -51,7 +52,7 @@ def keeps_values(scheme, w):
 
 
 @every_scheme
-@settings(max_examples=12)
+@examples(12)
 @given(w=laws.values(), data=st.data())
 def test_laws(scheme, w, data):
     if not fits(scheme, w):
@@ -88,12 +89,12 @@ def test_empty_tensors(scheme):
         laws.check_empty(scheme)
 
 
-@pytest.mark.parametrize("scheme", [SCHEMES[0], SCHEMES[2], SCHEMES[7], SCHEMES[10]])
+@pytest.mark.parametrize("scheme", laws.slow_after_the_first([SCHEMES[0], SCHEMES[2], SCHEMES[7], SCHEMES[10]]))
 def test_encode_and_decode_are_one_graph_each(scheme):
     laws.check_compiles(scheme, laws.make((6, 40), "normal", 1))
 
 
-@settings(max_examples=100)
+@examples(50)
 @given(
     bits=st.integers(1, 8),
     dtypes=st.sampled_from(((BF16, BF16), (FP16, FP16), (FP32, FP32), (FP16, FP32))),
@@ -117,7 +118,6 @@ def test_foreign_parts_keep_their_values(bits, dtypes, bias_first, offset, seed)
     assert bool((scheme.bound(parts, (4, 48)) >= 0).all())
 
 
-@settings(max_examples=60)
 @given(bits=st.integers(1, 8), dtype=st.sampled_from((BF16, FP16, FP32)), first=st.booleans(), seed=st.integers(0, 999))
 def test_decoding_rounds_twice(bits, dtype, first, seed):
     """Recomputed from the parts, element by element, in float64 with a rounding to ``arithmetic`` after each step."""

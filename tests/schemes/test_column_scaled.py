@@ -2,12 +2,13 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
 import torchtether as tt
 from tests.schemes import laws
+from tests.strategies import examples
 from torchtether.errors import SchemeError
 from torchtether.schemes import Biased, SuperBlocks
 from torchtether.schemes.column_scaled import COLUMNS
@@ -44,7 +45,7 @@ def keeps_values(scheme, w):
 
 
 @every_scheme
-@settings(max_examples=5)
+@examples(5)
 @given(w=laws.values(least=2))
 def test_laws(scheme, w):
     if isinstance(scheme.scheme, SuperBlocks) and float(w.abs().max()) > 1e4:  # its super scales are float16
@@ -86,7 +87,7 @@ def test_what_is_rounded_has_rows_and_columns_alike():
     assert rms(w, 0).max() / rms(w, 0).min() > 50
 
 
-@settings(max_examples=10)
+@examples(10)
 @given(power=st.integers(-20, 20), seed=st.integers(0, 99))
 def test_scales_do_not_depend_on_the_size_of_rows(power, seed):
     w, scheme = laws.make((12, 48), "normal", seed), tt.sinq(4, 16)

@@ -12,20 +12,14 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import torchtether as tt
-from tests.catalog import SCHEMES, few_schemes
+from tests.catalog import FEW, SCHEMES, few_schemes, slow_but
 from tests.schemes import laws
 from torchtether.gpu import encoding, serving
 from torchtether.schemes import Affine, ScaledFloat, fp4, fp8, int4, int8, mxfp4, nf4
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 DEVICE = "cuda" if torch.backends.cuda.is_built() else "cpu"  # a torch built for the CPU cannot slice a fake of CUDA
-each_scheme = pytest.mark.parametrize(
-    "row",
-    [
-        pytest.param(row, id=row.id, marks=[pytest.mark.slow] * (getattr(row.scheme, "fit", "range") != "range"))
-        for row in SCHEMES
-    ],
-)
+each_scheme = pytest.mark.parametrize("row", slow_but(SCHEMES, {row.id for row in FEW}))
 
 
 # -- fakes: nothing asks for a number, and all parts are where the values are ---------------------------------------

@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.schemes import laws
+from tests.strategies import examples
 from torchtether.errors import SchemeError
 from torchtether.schemes import ScaledFloat, fp8, mxfp4, mxfp8, nvfp4
 from torchtether.schemes.bits import unpack
@@ -30,7 +31,6 @@ SCHEMES = (
     ScaledFloat("e4m3", block=(1, 16), scale_dtype=torch.float8_e4m3fn, global_scale=True),
 )
 every_scheme = pytest.mark.parametrize("scheme", SCHEMES, ids=lambda s: "-".join(map(str, s.to_json().values())))
-few = settings(max_examples=60)
 
 
 def fits(scheme, w):
@@ -42,7 +42,7 @@ def fits(scheme, w):
 
 
 @every_scheme
-@settings(max_examples=12)
+@examples(12)
 @given(w=laws.values(), data=st.data())
 def test_laws(scheme, w, data):
     if not fits(scheme, w):
@@ -85,13 +85,12 @@ def test_empty_tensors(scheme):
         laws.check_empty(scheme)
 
 
-@pytest.mark.parametrize("scheme", [SCHEMES[0], SCHEMES[2], SCHEMES[7], SCHEMES[10]])
+@pytest.mark.parametrize("scheme", laws.slow_after_the_first([SCHEMES[0], SCHEMES[2], SCHEMES[7], SCHEMES[10]]))
 def test_encode_and_decode_are_one_graph_each(scheme):
     laws.check_compiles(scheme, laws.make((6, 40), "normal", 1))
 
 
 @pytest.mark.parametrize("scheme", SCHEMES[:-1], ids=lambda s: "-".join(map(str, s.to_json().values())))
-@settings(max_examples=25)
 @given(w=laws.values(dtypes=(torch.float32,)))
 def test_encoding_decoded_values_afresh_keeps_them(scheme, w):
     """Codes stay, and values up to a rounding of the scale; "rceil" may halve a scale and double its codes."""
@@ -105,7 +104,6 @@ def test_encoding_decoded_values_afresh_keeps_them(scheme, w):
         laws.assert_same_parts(parts, again, ["qdata"])
 
 
-@few
 @given(x=st.floats(-7, 7, width=32))
 def test_e2m1_goes_to_the_nearest_and_halfway_to_even(x):
     scheme = ScaledFloat("e2m1", block=(1, None))
@@ -119,7 +117,6 @@ def test_e2m1_goes_to_the_nearest_and_halfway_to_even(x):
 
 
 @pytest.mark.parametrize("element", ["e4m3", "e5m2"])
-@few
 @given(seed=st.integers(0, 2**31 - 1))
 def test_fp8_codes_are_torch_casts_clamped_by_us(element, seed):
     scheme = ScaledFloat(element, block=(1, None))
@@ -134,7 +131,6 @@ def test_fp8_codes_are_torch_casts_clamped_by_us(element, seed):
 
 @pytest.mark.parametrize("rounding", ["floor", "even", "rceil"])
 @pytest.mark.parametrize("make", [mxfp4, mxfp8])
-@few
 @given(amax=st.floats(2.0**-100, 2.0**120, width=32))
 def test_microscaling_exponents_follow_their_definition(make, rounding, amax):
     scheme = make(scale_rounding=rounding)

@@ -4,11 +4,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import torchtether as tt
 from tests.schemes import laws
+from tests.strategies import examples
 from torchtether.compiled import room
 from torchtether.schemes import Affine, Biased, Codebook, blocks
 
@@ -32,7 +33,7 @@ def _loss(scheme, w):
 
 
 @each
-@settings(max_examples=20, deadline=None)
+@examples(20)
 @given(
     rows=st.integers(1, 9), columns=st.integers(1, 70), pattern=st.sampled_from(laws.PATTERNS), seed=st.integers(0, 99)
 )
@@ -52,7 +53,6 @@ def test_large_tensors_go_in_pieces(scheme, monkeypatch):
     laws.assert_same_parts(searched.encode(w), whole)
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     scheme=st.sampled_from([
         tt.int4(32), tt.int4(40, symmetric=True), tt.int8(), Affine(3, block=(1, 24), scale_dtype=torch.float16),
@@ -128,7 +128,7 @@ def test_it_is_no_part_of_what_is_held():
     assert "mse" in str(tt.int4(fit="mse"))
 
 
-@settings(max_examples=20, deadline=None)
+@examples(20)
 @given(
     scheme=st.sampled_from([Biased(4, (1, 32)), Biased(2, (1, 16), bias_first=True), Biased(3, (None, None))]),
     rows=st.integers(1, 9),

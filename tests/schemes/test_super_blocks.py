@@ -3,10 +3,11 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.schemes import laws
+from tests.strategies import examples
 from torchtether.errors import SchemeError
 from torchtether.schemes import SuperBlocks
 
@@ -43,7 +44,7 @@ def keeps_values(scheme, w):
 
 
 @every_scheme
-@settings(max_examples=12)
+@examples(12)
 @given(w=laws.values(), data=st.data())
 def test_laws(scheme, w, data):
     if not fits(w):
@@ -77,7 +78,7 @@ def test_empty_tensors(scheme):
     laws.check_empty(scheme)
 
 
-@pytest.mark.parametrize("scheme", [SCHEMES[0], SCHEMES[4], SCHEMES[6], SCHEMES[7]])
+@pytest.mark.parametrize("scheme", laws.slow_after_the_first([SCHEMES[0], SCHEMES[4], SCHEMES[6], SCHEMES[7]]))
 def test_encode_and_decode_are_one_graph_each(scheme):
     laws.check_compiles(scheme, laws.make((6, 40), "normal", 1))
 
@@ -98,7 +99,6 @@ def foreign(scheme, shape, seed):
 
 
 @every_scheme
-@settings(max_examples=40)
 @given(seed=st.integers(0, 2**31 - 1))
 def test_foreign_parts_keep_their_values(scheme, seed):
     if len(scheme._levels) < 1 << scheme.bits:
@@ -112,7 +112,6 @@ def test_foreign_parts_keep_their_values(scheme, seed):
 
 
 @every_scheme
-@settings(max_examples=25)
 @given(seed=st.integers(0, 2**31 - 1))
 def test_decoding_is_the_formula_in_float32(scheme, seed):
     """Element by element with numpy, each step rounded to float32: (d * sc) * q - (dmin * m)."""

@@ -3,10 +3,11 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import torchtether as tt
+from tests.strategies import examples
 
 GROUPINGS = {
     "neighbours": lambda columns, size: torch.arange(columns) // size,
@@ -39,7 +40,7 @@ def cases(draw):
 
 
 @given(cases(), st.integers(1, 9), st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
-@settings(max_examples=150, deadline=None)
+@examples(60)
 def test_a_product_is_that_of_the_values(case, count, dtype):
     *drawn, seed = case
     torch.manual_seed(seed)
@@ -56,7 +57,6 @@ def test_a_product_is_that_of_the_values(case, count, dtype):
 
 
 @given(cases(), st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
-@settings(max_examples=60, deadline=None)
 def test_rows_are_decoded_to_the_same_bits(case, dtype):
     *drawn, seed = case
     torch.manual_seed(seed)

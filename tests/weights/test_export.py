@@ -9,7 +9,10 @@ import torch
 import torchtether as tt
 from torchtether.schemes.named import NAMED
 
-NAMES = sorted(NAMED)
+OFTEN = {"int8", "nf4"}
+"""The others take the same ways, and are slow: each takes dynamo some seconds."""
+
+NAMES = [pytest.param(name, marks=[pytest.mark.slow] * (name not in OFTEN)) for name in sorted(NAMED)]
 own_warnings = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")  # torch's, of itself
 
 
@@ -98,7 +101,7 @@ def test_weights_that_require_grad_run_from_a_package(tmp_path):
 
 
 @own_warnings
-@pytest.mark.parametrize("scheme", [pytest.param(one, marks=[pytest.mark.slow] * (one == "sinq")) for one in NAMES])
+@pytest.mark.parametrize("scheme", NAMES)
 def test_compiled_encoding_gives_the_same_bits(scheme):
     torch._dynamo.reset()
     kind, held = tt.quantize(torch.nn.Linear(256, 16), scheme).weight.scheme, torch.ones(16, 256)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import torchtether as tt
@@ -51,7 +51,6 @@ def test_each_group_is_multiplied_with_its_matrix(row, dtype, is_transposed):
     assert is_near(rows.grad, judge(grad, values.transpose(-2, -1), offs), dtype)
 
 
-@settings(max_examples=40, deadline=None)
 @given(counts=st.lists(st.integers(0, 4), min_size=GROUPS, max_size=GROUPS), behind=st.integers(0, 3))
 def test_any_sizes_of_groups(counts, behind):
     weight, total = experts(tt.int8()), sum(counts)

@@ -73,7 +73,7 @@ each_machine = pytest.mark.parametrize(
 @each_compiler
 @each_machine
 def test_every_kernel_is_right_for_any_shape_stride_offset_and_dtype(compiler, fast):
-    assert not _wrong_cases(0, 400, compiler, fast)
+    assert not _wrong_cases(0, 200, compiler, fast)
 
 
 @pytest.mark.slow
@@ -877,7 +877,14 @@ def close(got, expected):
     assert (got.double() - expected.double()).norm() <= 0.03 * expected.double().norm()
 
 
-@pytest.mark.parametrize("scheme", [tt.int8(), tt.int4(32), tt.nf4()], ids=["int8", "int4", "nf4"])
+@pytest.mark.parametrize(
+    "scheme",
+    [
+        pytest.param(tt.int8(), id="int8"),
+        pytest.param(tt.int4(32), id="int4", marks=pytest.mark.slow),
+        pytest.param(tt.nf4(), id="nf4"),
+    ],
+)
 @pytest.mark.parametrize("grad", [False, True])
 def test_a_tied_transformer_compiles_whole_and_once(scheme, grad):
     model = Tied(scheme)
@@ -933,7 +940,7 @@ def test_the_kernel_stands_in_the_compiled_graph_but_not_in_an_exported_one():
 @pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="nothing compiled is there")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # torch's own
 def test_a_tied_transformer_runs_in_inductor_and_aot_inductor(tmp_path):
-    model = Tied(tt.int4(32))
+    model = Tied(tt.int4(32), layers=1)
     torch._dynamo.reset()
     with torch.no_grad():
         expected = model(tokens(2))
