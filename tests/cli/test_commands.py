@@ -212,7 +212,7 @@ def test_help_of_quantize_shows_every_scheme_with_its_options(capsys):
     with pytest.raises(SystemExit):
         main(["quantize", "--help"])
     text = capsys.readouterr().out
-    assert "  int4(group_size=128, symmetric=False, scale_dtype=float32, fit=range)\n" in text
+    assert "  int4(group_size=64, symmetric=False, scale_dtype=float32, fit=range)\n" in text
     assert all(f"  {name}(" in text for name in NAMED)
 
 

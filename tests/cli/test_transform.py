@@ -479,8 +479,8 @@ CARRIED = {
 }  # fmt: skip
 LEFT_OUT = """
   left out, hidden: .git/, .hidden
-  left out, links to folders, or out of the source: folder, git.txt, inside, out.txt
-  left out, no regular files: broken.txt, pipe, self
+  left out, links to folders, or to files outside of the source: folder, git.txt, inside, out.txt
+  left out, not regular files: broken.txt, pipe, self
   left out, other weights beside the tensors: notes.bin, optimizer.pt, pytorch_model.bin, pytorch_model.bin.index.json
   left out, the same weights in other forms: checkpoint-500/, model.onnx, onnx/, tf_model.h5, 2_Dense/model.onnx
 """

@@ -135,7 +135,7 @@ def peer_modules(shape, device):
             return made
 
         found["torchao int8"] = lambda: converted(Int8WeightOnlyConfig())
-        found["torchao int4"] = lambda: converted(Int4WeightOnlyConfig(group_size=128))
+        found["torchao int4"] = lambda: converted(Int4WeightOnlyConfig(group_size=64))
         found["torchao fp8"] = lambda: converted(Float8DynamicActivationFloat8WeightConfig())
     if importlib.util.find_spec("gemlite"):
         from gemlite.helper import A16W4_HQQ_INT4, A16W8_INT8
