@@ -481,8 +481,8 @@ LEFT_OUT = """
   left out, hidden: .git/, .hidden
   left out, links to folders, or to files outside of the source: folder, git.txt, inside, out.txt
   left out, not regular files: broken.txt, pipe, self
-  left out, other weights beside the tensors: notes.bin, optimizer.pt, pytorch_model.bin, pytorch_model.bin.index.json
-  left out, the same weights in other forms: checkpoint-500/, model.onnx, onnx/, tf_model.h5, 2_Dense/model.onnx
+  left out, other weights in the same folder: notes.bin, optimizer.pt, pytorch_model.bin, pytorch_model.bin.index.json
+  left out, the same weights in formats of other programs: checkpoint-500/, model.onnx, onnx/, tf_model.h5, 2_Dense/model.onnx
 """
 
 
@@ -540,7 +540,7 @@ def test_a_file_that_cannot_be_read_is_named_and_nothing_is_left(modules, tmp_pa
     monkeypatch.setattr(companions, "open_file", refused)
     assert main(["convert", str(modules), str(tmp_path / "made")]) == 1
     error = capsys.readouterr().err
-    assert "2_Dense/deep/er/vocab.txt: cannot be copied: Permission denied" in error
+    assert "2_Dense/deep/er/vocab.txt: the file cannot be copied: Permission denied" in error
     assert error.count("\n") == 1
     assert sorted(os.listdir(tmp_path)) == ["outside", "source"]
 
