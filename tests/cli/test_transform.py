@@ -482,7 +482,7 @@ LEFT_OUT = """
   left out, links to folders, or to files outside of the source: folder, git.txt, inside, out.txt
   left out, not regular files: broken.txt, pipe, self
   left out, other weights in the same folder: notes.bin, optimizer.pt, pytorch_model.bin, pytorch_model.bin.index.json
-  left out, the same weights in formats of other programs: checkpoint-500/, model.onnx, onnx/, tf_model.h5, 2_Dense/model.onnx
+  left out, the same weights in other formats: checkpoint-500/, model.onnx, onnx/, tf_model.h5, 2_Dense/model.onnx
 """
 
 

@@ -18,7 +18,7 @@ _SHARDS = (".distcp",)
 _WEIGHTS = (SUFFIX, ".index.json", ".bin", ".pt", ".pth", ".ckpt", *_SHARDS)
 _EXPORTS = (".onnx", ".onnx_data", ".h5", ".msgpack", ".tflite", ".ot", ".gguf", ".mlmodel")
 _FOLDERS = re.compile(r"onnx|openvino|coreml|original|checkpoint-\d+", re.IGNORECASE)
-"""Folders with the same weights in formats of other programs, or from earlier in training."""
+"""Folders with the same weights in other formats, or from earlier in training."""
 
 _HIDDEN = "hidden"
 
@@ -96,5 +96,5 @@ def why_left_out(path: str) -> str:
     if any(one.startswith(".") for one in (*folders, name)):
         return _HIDDEN
     if name.endswith(_EXPORTS) or any(_FOLDERS.fullmatch(one) for one in folders):
-        return "the same weights in formats of other programs"
+        return "the same weights in other formats"
     return "other weights in the same folder" if not folders and name.endswith(_WEIGHTS) else ""
