@@ -156,8 +156,8 @@ SHARED = {
     "quantized tie": Row(_tied_weight, RuntimeError, ["a b"]),
     "quantized tie of parts": Row(_tied_parts, RuntimeError, ["a b"]),
     "meta": Row(lambda: {"a": torch.empty(3, device="meta")}, NotImplementedError, "a: it is on meta"),
-    "sparse COO": Row(lambda: {"a": values(3, 3).to_sparse()}, ValueError, "a: a torch.sparse_coo tensor"),
-    "sparse CSR": Row(lambda: {"a": values(3, 3).to_sparse_csr()}, ValueError, "a: a torch.sparse_csr tensor"),
+    "sparse COO": Row(lambda: {"a": values(3, 3).to_sparse()}, ValueError, "store a torch.sparse_coo tensor"),
+    "sparse CSR": Row(lambda: {"a": values(3, 3).to_sparse_csr()}, ValueError, "store a torch.sparse_csr tensor"),
     "qint8": Row(lambda: {"a": torch.quantize_per_tensor(values(3), 0.1, 0, torch.qint8)}, KeyError, "a: "),
     "complex128 of float64": Row(
         lambda: (lambda w: {"a": nn.Parameter(torch.view_as_real(w)), "b": w})(values(3, dtype=torch.complex128)),

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from tests.formats.folders import opened
@@ -38,6 +38,7 @@ def to_torch(array, dtype=None):
 )
 def test_read_as_mlx_dequantizes(mode, dtype, lead, groups, spread, seed):
     mode, group_size, bits = mode
+    assume(groups * group_size % 32 == 0)  # mlx refuses other columns
     w = torch.randn(*lead, groups * group_size, generator=torch.Generator().manual_seed(seed)) * spread
     made = mx.quantize(mx.array(w.tolist()).astype(DTYPES[dtype]), group_size=group_size, bits=bits, mode=mode)
     values = mx.dequantize(*made, group_size=group_size, bits=bits, mode=mode, dtype=DTYPES[dtype])
