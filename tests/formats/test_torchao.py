@@ -157,7 +157,7 @@ def changed(part, tensor):
             {},
             "its torchao type is 'Int4TilePackedTo4dTensor'",
         ),
-        ("os.system", {}, {}, {}, "its torchao type is 'os.system', not one of Int8Tensor"),
+        ("os.system", {}, {}, {}, "its torchao type is 'os.system', not one of the supported Int8Tensor"),
         (None, {}, {}, {}, "its torchao type is None"),
         (["Tensor"], {}, {}, {}, "its torchao type is"),
         ("Int8Tensor", None, int8(4), {}, "its _data is None, not an object"),

@@ -311,7 +311,7 @@ def test_a_kind_that_is_not_known_is_named():
         torch.zeros(64, 16, dtype=torch.int32), torch.ones(4, 64), torch.zeros(4, 64), [1, 32], torch.Size([64, 128])
     )
     model[0].weight = nn.Parameter(packed, requires_grad=False)
-    with pytest.raises(tt.ConversionError, match="^0.weight: it is a torchao Int4PlainInt32Tensor, and only"):
+    with pytest.raises(tt.ConversionError, match="^0.weight: its torchao type is 'Int4PlainInt32Tensor', not one of"):
         tt.adopt(model)
 
 

@@ -111,9 +111,7 @@ def _keys(contents: Contents, key: str, record: Mapping[str, Any]) -> dict[str, 
 def _entry(contents: Contents, key: str, kind: Any, record: Mapping[str, Any], keys: Mapping[str, str]) -> Entry:
     """Return the entry of the weight that a description and its components make."""
     if not isinstance(kind, str) or kind not in _TYPES:
-        raise CheckpointError(
-            f"its torchao type is {short_repr(kind)}, not one of {', '.join(_TYPES)}: dequantize it with torchao"
-        )
+        raise CheckpointError(f"its torchao type is {short_repr(kind)}, not one of the supported {', '.join(_TYPES)}")
     data = record.get("_data")
     if not isinstance(data, Mapping):
         raise CheckpointError(f"its _data is {short_repr(data)}, not an object")
