@@ -8,23 +8,9 @@ import torch
 from torch import nn
 
 import torchtether as tt
+from tests.benchmarks.bench_quality import SENTENCES
 
 pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("default")]
-
-SENTENCES = [
-    "A man is eating food.",
-    "A man is eating a piece of bread.",
-    "The girl is carrying a baby.",
-    "A man is riding a horse.",
-    "A woman is playing the violin.",
-    "Two men pushed carts through the woods.",
-    "A monkey is playing drums.",
-    "Someone in a gorilla costume is playing a set of drums.",
-    "The stock market fell sharply on Tuesday.",
-    "Investors lost money as share prices dropped.",
-    "Bake the cake for forty minutes.",
-    "The new phone has a better camera.",
-]
 
 
 @pytest.fixture(scope="module")
