@@ -3,6 +3,7 @@
 Processes are forked from a server that has imported PRELOADED once, so that a group of four costs tenths of a second.
 """
 
+import faulthandler
 import multiprocessing
 import pickle
 import tempfile
@@ -39,16 +40,14 @@ def spawn(function: Callable, world: int, *args, timeout: float = 120.0, dies: S
     with tempfile.TemporaryDirectory(prefix="gloo") as folder:
         pipes = [context.Pipe(duplex=False) for _ in range(world)]
         processes = [
-            context.Process(
-                target=_work, args=(pipes[rank][1], rank, world, str(Path(folder, "store")), timeout, function, args)
-            )
+            context.Process(target=_work, args=(pipes[rank][1], rank, world, Path(folder), timeout, function, args))
             for rank in range(world)
         ]
         try:
             for process, (_, writer) in zip(processes, pipes, strict=True):
                 process.start()
                 writer.close()
-            return _collect(processes, [reader for reader, _ in pipes], timeout, set(dies))
+            return _collect(processes, [reader for reader, _ in pipes], timeout, set(dies), Path(folder))
         finally:
             for process in processes:
                 if process.is_alive():
@@ -68,7 +67,7 @@ def imagine(function: Callable, world: int, *args, rank: int = 0, timeout: float
     try:
         process.start()
         writer.close()
-        return _collect([process], [reader], timeout, set())[0]
+        return _collect([process], [reader], timeout, set(), None)[0]
     finally:
         if process.is_alive():
             process.kill()
@@ -97,16 +96,18 @@ def _context():
     return context
 
 
-def _work(pipe, rank, world, store, timeout, function, args):
+def _work(pipe, rank, world, folder, timeout, function, args):
     import torch
     import torch.distributed as dist
 
+    stacks = _stacks(folder, rank).open("w")
+    faulthandler.dump_traceback_later(0.9 * timeout, file=stacks)
     torch.set_num_threads(1)
     torch.manual_seed(0)
     try:
         dist.init_process_group(
             "gloo",
-            store=dist.FileStore(store, world),
+            store=dist.FileStore(str(folder / "store"), world),
             rank=rank,
             world_size=world,
             timeout=timedelta(seconds=timeout),
@@ -124,7 +125,12 @@ def _work(pipe, rank, world, store, timeout, function, args):
         pipe.send((False, (error, text)))
 
 
-def _collect(processes, readers, timeout, dies):
+def _stacks(folder, rank):
+    """Return the file to which a rank that hangs writes the stacks of its threads."""
+    return folder / f"stacks{rank}"
+
+
+def _collect(processes, readers, timeout, dies, folder):
     end = time.monotonic() + timeout
     world = len(processes)
     answers, failures = {}, {}
@@ -156,5 +162,7 @@ def _collect(processes, readers, timeout, dies):
         raise (said if error is None else error) from (None if error is None else said)
     silent = [rank for rank in range(world) if rank not in answers]
     if silent:
-        raise RankError(f"ranks {silent} of {world} gave no answer in {timeout} s")
+        stacks = [_stacks(folder, rank) for rank in silent] if folder else []
+        text = "\n".join(f"{file.name}:\n{file.read_text()}" for file in stacks if file.exists())
+        raise RankError(f"ranks {silent} of {world} gave no answer in {timeout} s\n{text}")
     return [answers[rank] for rank in range(world)]

@@ -35,6 +35,10 @@ def _hangs():
     dist.barrier()
 
 
+def _sleeps():
+    time.sleep(600)
+
+
 def test_ranks_answer_in_order():
     assert spawn(_sum, 3) == [(0, 6.0), (1, 6.0), (2, 6.0)]
 
@@ -55,3 +59,8 @@ def test_a_hang_ends():
     with pytest.raises(RankError):
         spawn(_hangs, 2, timeout=3)
     assert time.monotonic() - before < 30
+
+
+def test_ranks_that_hang_show_where():
+    with pytest.raises(RankError, match=r"ranks \[0, 1\] of 2 gave no answer in 2 s\nstacks0:(?s:.*)in _sleeps"):
+        spawn(_sleeps, 2, timeout=2)
