@@ -30,12 +30,13 @@ template <int C, int S, int T> void fast_linear(const Layout& L, const Parts& P,
         alignas(64) float y[4][TILE];
         for (int64_t start, stop; shares.take(&start, &stop);) for (int64_t first = start; first < stop; first += tile) {
             const int64_t end = first + tile < stop ? first + tile : stop;
-            scales_of_rows<S>(L, P, first, end - first, count, each, s.data(), z.data(), scales.data(), zeros.data());
+            const float* lie = scales_of_rows<S>(L, P, first, end - first, count, each, s.data(), z.data(), scales.data(),
+                                                 zeros.data());
             for (int64_t m = 0, some; m < rows; m += some) {
                 some = rows - m >= 4 ? 4 : rows - m >= 2 ? 2 : 1;
                 for (int64_t n = first; n < end; n++) {
                     const uint8_t* codes = (const uint8_t*)P.codes + n * L.row_bytes;
-                    const float *scale = &scales[(n - first) * each], *zero = &zeros[(n - first) * each];
+                    const float *scale = lie + (n - first) * each, *zero = &zeros[(n - first) * each];
                     float sums[4];
                     if (some == 4) fast_row<C, S, 4, T>(L, codes, scale, zero, decoder, in, m, scratch.data(), sums);
                     else if (some == 2) fast_row<C, S, 2, T>(L, codes, scale, zero, decoder, in, m, scratch.data(), sums);

@@ -281,25 +281,25 @@ template <int C, int S, int M, bool Z, int T> inline __attribute__((always_inlin
     for (int m = 0; m < M; m++) total[m] = S == G16 ? total[m] + apart[m] : apart[m];
 }
 
-// The scales of `rows` rows from n, and their zero points negated, for each scale of their spans: `count` of them, and
-// those of the next row `stride` further. `s` and `z` have space for a row.
-template <int S> void scales_of_rows(const Layout& L, const Parts& P, int64_t n, int64_t rows, int64_t count,
-                                     int64_t stride, float* s, float* z, float* scale, float* zero) {
+// Returns the scales of `rows` rows from n for each scale of their spans, `count` of them, and those of the next row `stride`
+// further: in `scale`, or where they lie. `zero` gets their zero points negated. `s` and `z` have space for a row.
+template <int S> const float* scales_of_rows(const Layout& L, const Parts& P, int64_t n, int64_t rows, int64_t count,
+                                             int64_t stride, float* s, float* z, float* scale, float* zero) {
     const int64_t each = S == WHOLE ? count : S == WIDE ? L.group / SPAN : 1;
     if (each == 1 && L.height == 1 && L.groups == stride && !L.global_scale && L.scale <= FLOAT16) {  // as they lie
         const int64_t at = n * stride;
-        if (L.scale == FLOAT32) copy_scales<FLOAT32>(P.scale, at, rows * stride, scale);
-        else if (L.scale == BFLOAT16) copy_scales<BFLOAT16>(P.scale, at, rows * stride, scale);
-        else copy_scales<FLOAT16>(P.scale, at, rows * stride, scale);
+        if (L.scale == BFLOAT16) copy_scales<BFLOAT16>(P.scale, at, rows * stride, scale);
+        else if (L.scale == FLOAT16) copy_scales<FLOAT16>(P.scale, at, rows * stride, scale);
         if (L.zero == SIGNED) negated_zeros<true>(P.zero, at, rows * stride, L.offset, zero);
         else if (L.zero == UNSIGNED) negated_zeros<false>(P.zero, at, rows * stride, L.offset, zero);
-        return;
+        return L.scale == FLOAT32 ? (const float*)P.scale + at : scale;
     }
-    for (int64_t r = 0; r < rows; r++, scale += stride, zero += stride) {
+    for (int64_t r = 0; r < rows; r++) {
         row_scales(L, P, n + r, s, z);
-        spread(s, each, count, scale);
-        if (L.zero >= 0) spread(z, each, count, zero);
+        spread(s, each, count, scale + r * stride);
+        if (L.zero >= 0) spread(z, each, count, zero + r * stride);
     }
+    return scale;
 }
 
 // y[m] = a row of codes times row `from + m` of the inputs. `scale` and `zero` are those of its spans; `buffer` is for M rows
