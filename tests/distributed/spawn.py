@@ -67,7 +67,7 @@ def imagine(function: Callable, world: int, *args, rank: int = 0, timeout: float
     try:
         process.start()
         writer.close()
-        return _collect([process], [reader], timeout, set(), None)[0]
+        return _collect([process], [reader], timeout, set())[0]
     finally:
         if process.is_alive():
             process.kill()
@@ -101,7 +101,7 @@ def _work(pipe, rank, world, folder, timeout, function, args):
     import torch.distributed as dist
 
     stacks = _stacks(folder, rank).open("w")
-    faulthandler.dump_traceback_later(0.9 * timeout, file=stacks)
+    faulthandler.dump_traceback_later(timeout / 2, file=stacks)  # also if this process began late
     torch.set_num_threads(1)
     torch.manual_seed(0)
     try:
@@ -130,7 +130,7 @@ def _stacks(folder, rank):
     return folder / f"stacks{rank}"
 
 
-def _collect(processes, readers, timeout, dies, folder):
+def _collect(processes, readers, timeout, dies, folder=None):
     end = time.monotonic() + timeout
     world = len(processes)
     answers, failures = {}, {}
