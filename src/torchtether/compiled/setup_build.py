@@ -19,8 +19,9 @@ from setuptools.command.build_ext import build_ext  # type: ignore[import-untype
 SOURCES = Path("src/torchtether/compiled/sources")
 _digest_of = runpy.run_path(str(SOURCES.parent / "digest.py"))["digest_of"]
 KINDS = ("INT8", "UINT8", "E4M3", "E5M2", "TABLE4", "INT4", "STREAM")
-LEVELS = {"portable": ["-O2"], "avx2": ["-mavx2", "-mfma", "-mf16c"]}
-BLOCKS = [*LEVELS["avx2"], *(f"-mavx512{unit}" for unit in ("f", "bw", "dq", "vl", "vnni", "bf16"))]
+AVX2 = ["-mavx2", "-mfma", "-mf16c"]
+AVX512 = [*AVX2, *(f"-mavx512{unit}" for unit in ("f", "bw", "dq", "vl", "vnni"))]
+LEVELS = {"portable": ["-O2"], "avx2": AVX2, "avx512": AVX512}
 # No multiplication is fused with an addition unless the source says so: the bits are those of torch's ops.
 FLAGS = ["-O3", "-g0", "-fPIC", "-w", "-fvisibility=hidden", "-fno-math-errno", "-ffp-contract=off"]
 
@@ -55,8 +56,10 @@ class BuildNative(build_ext):  # type: ignore[misc, unused-ignore]
             for kind in KINDS:
                 source = "stream.cpp" if kind == "STREAM" else "kernels.cpp"
                 tasks.append((f"{level}-{kind}", source, [("LEVEL", level), ("CODES", kind)], flags))
-            if level == "avx2":
-                tasks.append(("blocks", "blocks.cpp", [("LEVEL", level), ("CODES", "STREAM")], BLOCKS))
+            if level == "avx512":  # encoders are those of AVX2
+                blocks = [("LEVEL", level), ("CODES", "STREAM")]
+                tasks.append(("blocks", "blocks.cpp", blocks, [*flags, "-mavx512bf16"]))
+                continue
             tasks.append((f"{level}-encoders", "encoders.c", [("LEVEL", level)], [*flags, "-O3", "-fno-trapping-math"]))
 
         def compiled(task: _Task) -> list[str]:

@@ -3,11 +3,11 @@
 // It is compiled once for each level and kind of codes (-DLEVEL=avx2 -DCODES=INT8); module.cpp picks the level of the
 // processor, and checks every size, stride, dtype and address before. Vectors are the extension of GCC and clang, so that
 // it compiles for any processor; if the compiler may use AVX2, vectors.h adds instructions that the extension lacks, and
-// rows_avx2.h multiplies whole rows. Many rows of inputs are multiplied in blocks if the processor supports it: blocks.cpp.
+// rows.h multiplies whole rows. Many rows of inputs are multiplied in blocks if the processor supports it: blocks.cpp.
 //
 // decode: value = (code + zero) * scale * unit, each step rounded to float32 as in schemes/: the same bits.
 // linear: out[m][n] = unit * sum over groups of scale * (sum code * x - zero * sum x), rounded once.
-//     Codes in other layouts than those of rows_avx2.h are unpacked to bytes first, a row at a time (stream.h, levels.h).
+//     Codes in other layouts than those of rows.h are unpacked to bytes first, a row at a time (stream.h, levels.h).
 //     Tables, float8 and float32 inputs are multiplied in float32. Integer codes and 16-bit inputs are multiplied as
 //     integers: x becomes 16-bit fixed point, with a scale per block of columns, so its error is at most 2**-15 of the
 //     largest of its block, where its own dtype rounds each to 2**-9 (bfloat16) or 2**-12 (float16).

@@ -20,7 +20,7 @@ namespace {
 #include "scales.h"
 #include "threads.h"
 #include "decode.h"
-#include "linear_avx2.h"
+#include "linear.h"
 
 }  // namespace
 

@@ -3,7 +3,7 @@
 // stream.cpp includes this in its own namespace.
 //
 //     y = sum over groups of scale * (sum level * x) + (scale * before + after) * (sum x)
-// Codes of 4 bits lie as the rows of rows_avx2.h take them; others are unpacked to bytes, which stay in the cache. Inputs of
+// Codes of 4 bits lie as the rows of rows.h take them; others are unpacked to bytes, which stay in the cache. Inputs of
 // float32 are multiplied with level + before, or with (level + before) * scale + after, so that their sums lose nothing where
 // these are nearly 0.
 
@@ -27,6 +27,7 @@ bool has_levels(const Layout& L, int dtype) {
 
 // Rows of inputs as float32, and where these have 16 bits their sums under each scale.
 struct FloatInputs {
+    static constexpr int AT_ONCE = 1;
     static constexpr bool in_place = false, reads_within_rows = false, adds_low = true;
     const bool adds_after;
     int64_t padded, count, wide, each = 1;
@@ -46,7 +47,9 @@ struct FloatInputs {
 
     enum Numbers { SCALE, LOW, AFTER };  // what there is besides
 
-    template <int M> void row(const Layout& L, const RowOfLevels& row, int64_t m, float*, float* y) const {
+    template <int M, int R> void rows(const Layout& L, const RowOfLevels* own, int64_t m, float*, float (*sums)[4]) const {
+        const RowOfLevels& row = *own;
+        float* y = *sums;
         constexpr int A = M == 1 ? 4 : M == 2 ? 2 : 1;
         if (row.has_after && adds_after) row_by<M, A, AFTER>(L, row, m, y);
         else if (L.group < 64) row.has_low ? row_by<M, 1, LOW>(L, row, m, y) : row_by<M, 1, SCALE>(L, row, m, y);
@@ -98,15 +101,15 @@ bool is_fixed(const Layout& L, int dtype) {
     return (dtype != FLOAT32 || L.activations) && has_levels(L, dtype) && suits_spans(L);
 }
 
-// Whether the rows of rows_avx2.h take codes as they lie.
+// Whether the rows of rows.h take codes as they lie.
 bool is_nibbled(const Layout& L) {
     return L.bits == 4 && L.source == UINT8 && suits_spans(L) && (L.group != 16 || L.columns <= 16);
 }
 
-// Rows of inputs as the rows of rows_avx2.h take them, and as fixed point their sums, too.
+// Rows of inputs as the rows of rows.h take them, and as fixed point their sums, too.
 template <int C, int S, int T> struct SpanInputs {
+    static constexpr int AT_ONCE = T != FLOATS ? TOGETHER : 1;
     static constexpr bool in_place = C == INT4, reads_within_rows = true, adds_low = T == FLOATS, adds_after = T == FLOATS;
-    static constexpr int64_t some = S == G32 && C == INT4 ? LANES / 2 : LANES;  // lanes under one scale
     Spans in;
     int64_t count, wide, each;
     Buffer sums;
@@ -117,20 +120,20 @@ template <int C, int S, int T> struct SpanInputs {
         for (int64_t m = 0; m < rows && T != FLOATS; m++)
             for (int64_t i = 0; i < count; i++) {
                 const int64_t span = i / scales_of<S>, own = i % scales_of<S>;
-                const float* p = (const float*)(in.at(m) + span * in.lines * 64 + bytes_of<T>) + own * some;
-                F v{};
-                memcpy(&v, p, some * 4);
-                sums[m * wide + i] = sum(v) * in.units_at(m)[i];
+                const uint8_t* p = in.at(m) + span * in.lines * 64 + bytes_of<T>;
+                sums[m * wide + i] = sum_under<C, S, T>(p, own) * in.units_at(m)[i];
             }
     }
 
-    template <int M> void row(const Layout& L, const RowOfLevels& row, int64_t m, float* scratch, float* y) const {
+    template <int M, int R> void rows(const Layout& L, const RowOfLevels* own, int64_t m, float* scratch, float (*y)[4]) const {
         if constexpr (T != FLOATS) {
-            integer_row<C, S, M, false, T>(L, row.codes, row.scale, row.low, in, m, scratch, y);
+            const int64_t bytes = R > 1 ? own[1].codes - own->codes : 0, stride = R > 1 ? own[1].scale - own->scale : 0;
+            const RowsOfCodes rows = {own->codes, own->scale, own->low, bytes, stride};
+            integer_rows<C, S, M, R, false, T>(L, rows, in, m, scratch, y);
         } else {
             Decoder<C> decoder(L);
-            if (row.has_after) float_row<C, S, M, true>(L, row.codes, row.scale, row.low, row.after, decoder, in, m, y);
-            else float_row<C, S, M, false>(L, row.codes, row.scale, row.low, row.after, decoder, in, m, y);
+            if (own->has_after) float_row<C, S, M, true>(L, own->codes, own->scale, own->low, own->after, decoder, in, m, *y);
+            else float_row<C, S, M, false>(L, own->codes, own->scale, own->low, own->after, decoder, in, m, *y);
         }
     }
 };
@@ -148,9 +151,17 @@ inline void copy_flipped(const uint8_t* from, int64_t count, uint8_t* to) {
     for (; k < count; k++) to[k] = from[k] ^ 0x80;
 }
 
+// found[r][i] = row r of the R at `own` times row m + i of the inputs, of `some` rows.
+template <class Inputs, int R> void some_rows(const Layout& L, const Inputs& in, const RowOfLevels* own, int64_t m, int64_t some,
+                                              float* scratch, float (*found)[4]) {
+    if (some == 4) in.template rows<4, R>(L, own, m, scratch, found);
+    else if (some == 2) in.template rows<2, R>(L, own, m, scratch, found);
+    else in.template rows<1, R>(L, own, m, scratch, found);
+}
+
 template <class Inputs> void levels_linear(const Layout& given, const Parts& P, const void* x, int64_t rows, int64_t stride,
                                            int dtype, const void* bias, void* out) {
-    constexpr int64_t TILE = 16;
+    constexpr int64_t TILE = 16, SCRATCH = 4 * Inputs::AT_ONCE;
     Layout L = given;  // of the levels
     if (!Inputs::in_place) L.row_bytes = L.columns;
     const Inputs in(L, x, rows, stride, dtype);
@@ -164,11 +175,11 @@ template <class Inputs> void levels_linear(const Layout& given, const Parts& P, 
     const int64_t at_once = L.height == 1 && L.family != SUPER_BLOCKS ? tile : 1;  // rows whose numbers lie in one piece
     Layout all_rows = L;
     all_rows.groups *= at_once;
-    const int64_t bytes = StreamRow::bytes(L), size = RowParts::size(all_rows) + 4 * in.wide + tile * (3 * in.wide + bytes / 4);
+    const int64_t bytes = StreamRow::bytes(L), size = RowParts::size(all_rows) + SCRATCH * in.wide + tile * (3 * in.wide + bytes / 4);
     const auto make = [&] { return RowParts::buffer(all_rows, size); };
     over(tiles, rows * L.rows * L.columns > 65536, make, [&](Buffer& buffer, int64_t t) {
         RowParts parts(all_rows, buffer.data());
-        float *scratch = buffer.data() + RowParts::size(all_rows), *numbers = scratch + 4 * in.wide;
+        float *scratch = buffer.data() + RowParts::size(all_rows), *numbers = scratch + SCRATCH * in.wide;
         uint8_t* codes = (uint8_t*)(numbers + 3 * tile * in.wide);
         RowOfLevels own[TILE];
         const int64_t first = t * tile, count = first + tile < L.rows ? tile : L.rows - first;
@@ -206,18 +217,19 @@ template <class Inputs> void levels_linear(const Layout& given, const Parts& P, 
             else if (!is_there) lie = StreamRow::unpack(given, P, first + i, at, levels_of(L), to);
             own[i] = {lie, scale, low, after, is_lifted, has_after(L)};
         }
-        float y[4][TILE], found[4];
+        float y[4][TILE], found[Inputs::AT_ONCE][4];
         for (int64_t m = 0, some; m < rows; m += some) {
             some = rows - m >= 4 ? 4 : rows - m >= 2 ? 2 : 1;
-            for (int64_t i = 0; i < count; i++) {
-                if (some == 4) in.template row<4>(L, own[i], m, scratch, found);
-                else if (some == 2) in.template row<2>(L, own[i], m, scratch, found);
-                else in.template row<1>(L, own[i], m, scratch, found);
-                for (int64_t j = 0; j < some; j++) {
+            for (int64_t i = 0, taken; i < count; i += taken) {
+                taken = count - i >= Inputs::AT_ONCE ? Inputs::AT_ONCE : 1;
+                if (taken == 1) some_rows<Inputs, 1>(L, in, own + i, m, some, scratch, found);
+                else some_rows<Inputs, Inputs::AT_ONCE>(L, in, own + i, m, some, scratch, found);
+                for (int64_t j = 0; j < some * taken; j++) {
+                    const int64_t r = j % taken, n = j / taken;
                     F total{};
                     for (int64_t k = 0; is_shifted && k < in.count; k += LANES)
-                        total = fma(load<F>(own[i].after + k), load<F>(in.sums.data() + (m + j) * in.wide + k), total);
-                    y[j][i] = is_shifted ? found[j] + sum(total) : found[j];
+                        total = fma(load<F>(own[i + r].after + k), load<F>(in.sums.data() + (m + n) * in.wide + k), total);
+                    y[n][i + r] = is_shifted ? found[r][n] + sum(total) : found[r][n];
                 }
             }
             for (int64_t j = 0; j < some; j++) put_some(dtype, y[j], count, bias, first, out, (m + j) * L.rows + first);
@@ -244,9 +256,14 @@ void stream_linear(const Layout& L, const Parts& P, const void* x, int64_t rows,
         if (L.activations) return spans_linear<INT4, BYTES>(L, P, x, rows, stride, dtype, bias, out);
         return spans_linear<INT4, WORDS>(L, P, x, rows, stride, dtype, bias, out);
     }
+    constexpr int ROUNDED = WIDE_ROWS ? BYTES : WORDS;
+    if (is_fixed(L, dtype) && L.activations) return spans_linear<INT8, ROUNDED>(L, P, x, rows, stride, dtype, bias, out);
     if (is_fixed(L, dtype)) return spans_linear<INT8, WORDS>(L, P, x, rows, stride, dtype, bias, out);
-    if (dtype == FLOAT32 && L.family != BIASED_FIRST && is_nibbled(L))  // integers are added to levels
+    const bool are_integers = L.family != BIASED_FIRST;  // what is added to levels, as rows_avx2.h needs it
+    if (dtype == FLOAT32 && is_nibbled(L) && (are_integers || WIDE_ROWS))
         return spans_linear<INT4, FLOATS>(L, P, x, rows, stride, dtype, bias, out);
+    if constexpr (WIDE_ROWS)
+        if (dtype == FLOAT32 && suits_spans(L)) return spans_linear<INT8, FLOATS>(L, P, x, rows, stride, dtype, bias, out);
 #endif
     levels_linear<FloatInputs>(L, P, x, rows, stride, dtype, bias, out);
 }

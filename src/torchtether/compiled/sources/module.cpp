@@ -40,6 +40,7 @@ KINDS_OF(DECLARE, portable)
 extern "C" const encoders encoders_portable;
 #if WITH_AVX2
 KINDS_OF(DECLARE, avx2)
+KINDS_OF(DECLARE, avx512)
 extern "C" const encoders encoders_avx2;
 #endif
 
@@ -53,7 +54,8 @@ struct Level {
 };
 const Level LEVELS[] = {
 #if WITH_AVX2
-    {"avx512_bf16", block_linear, &encoders_avx2, {KINDS_OF(POINT, avx2)}},
+    {"avx512_bf16", block_linear, &encoders_avx2, {KINDS_OF(POINT, avx512)}},
+    {"avx512_vnni", nullptr, &encoders_avx2, {KINDS_OF(POINT, avx512)}},
     {"avx2", nullptr, &encoders_avx2, {KINDS_OF(POINT, avx2)}},
 #endif
     {"portable", nullptr, &encoders_portable, {KINDS_OF(POINT, portable)}},
@@ -63,10 +65,12 @@ const Level* level = nullptr;
 // Whether the processor supports a level, and torch's `capability` allows it.
 bool suits(const Level& one, const char* capability) {
     if (!strcmp(one.name, "portable")) return true;
+    const bool is_wide = strcmp(one.name, "avx2") != 0;
 #if WITH_AVX2
-    if (one.blocks && !(__builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni"))) return false;
+    if (is_wide && !__builtin_cpu_supports("avx512vnni")) return false;
+    if (one.blocks && !__builtin_cpu_supports("avx512bf16")) return false;
 #endif
-    return !strcmp(capability, "AVX512") || (!one.blocks && !strcmp(capability, "AVX2"));
+    return !strcmp(capability, "AVX512") || (!is_wide && !strcmp(capability, "AVX2"));
 }
 
 inline const Kernels* kernels_of(const Layout& L) { return level->kernels[L.kind]; }

@@ -1,4 +1,4 @@
-// What kernels.cpp does with codes that suit no layout of rows_avx2.h, or with inputs that do not: -DLEVEL=, -DCODES=STREAM
+// What kernels.cpp does with codes that suit no layout of rows.h, or with inputs that do not: -DLEVEL=, -DCODES=STREAM
 
 #include "kernels.h"
 

@@ -2,11 +2,16 @@
 //
 // kernels.cpp includes this in its own namespace.
 
-#define WIDTH 32  // bytes of a vector, at every level: wider ones have gained nothing where they were measured
+#define WIDTH 32  // bytes of a vector, but in rows_avx512.h: elsewhere wider ones have gained nothing where they were measured
 #if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 #define FAST_ROWS 1
 #else
 #define FAST_ROWS 0
+#endif
+#if FAST_ROWS && defined(__AVX512VNNI__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
+#define WIDE_ROWS 1  // rows of codes by vectors of 64 bytes
+#else
+#define WIDE_ROWS 0
 #endif
 
 typedef float F __attribute__((vector_size(WIDTH)));

@@ -50,7 +50,7 @@ SLOTS = 5
 
 
 STREAM = "STREAM"
-"""The general kind, for codes of 1 to 8 bits; the other kinds are limited to the group sizes of ``rows_avx2.h``."""
+"""The general kind, for codes of 1 to 8 bits; the other kinds are limited to the group sizes of ``rows.h``."""
 
 KINDS = ("INT8", "UINT8", "E4M3", "E5M2", "TABLE4", "INT4", STREAM)
 """Kinds of codes, in the order of ``Codes`` in ``layout.h``."""

@@ -1,9 +1,10 @@
 """The table that selects the kernel for a product, with the measurement behind each row.
 
 Measured at 4096 x 4096, times relative to dense ``F.linear`` in the same dtype, medians of interleaved runs, by
-``python -m tests.benchmarks.bench_compute``. EPYC is family 26 with AVX-512 BF16 and VNNI, beside other work: processor
-time, the least of many calls, 2026-11-24. "Fast halves" are dtypes of 16 bits that torch multiplies with the vectors
-of this processor (``has_fast_halves``); elsewhere dense products of many such rows take ten times as long as float32.
+``python -m tests.benchmarks.bench_compute``. EPYC is family 26 with AVX-512 BF16 and VNNI, 2026-11-24 and 25: processor
+time beside other work, or time on an idle core, the least of many calls. "Fast halves" are dtypes of 16 bits that torch
+multiplies with the vectors of this processor (``has_fast_halves``); elsewhere dense products of many such rows take ten
+times as long as float32.
 No GPU has run the rows for CUDA yet.
 """
 
@@ -61,13 +62,35 @@ TABLE = (
     # AVX-512 with BF16 and VNNI, without AMX
     KernelChoice(
         "compiled",
-        INTEGERS,
+        ("INT4",),
         (torch.bfloat16,),
         True,
         None,
-        3,
-        "EPYC, 1 thread, 1 row: int8 .25, int4 .17; 3: .62, .56, in blocks 1.1, .98; 4: .96, .89, in blocks 1.07, .96;"
-        " rounded, 3: .60, .37, in blocks .42, .55",
+        16,
+        "EPYC, 1 thread, 1, 4, 8, 16, 24 rows: .12, .40, .70, 1.05, 1.27, in blocks from 4 on: 1.1, 1.1, 1.07, 1.08;"
+        " groups of 32, 16 and 24: 1.24, 1.50, in blocks 1.6, 1.55; rounded, 1, 8, 16, 24: .10, .45, .68, .83, in"
+        " blocks from 8 on: .93, .86, .82",
+        blocks=True,
+    ),
+    KernelChoice(
+        "compiled",
+        ("INT8", "UINT8"),
+        (torch.bfloat16,),
+        True,
+        True,
+        8,
+        "EPYC, 1 thread, 1, 4, 8, 12 rows: .17, .28, .45, .61, in blocks from 4 on: .47, .49, .49",
+        blocks=True,
+    ),
+    KernelChoice(
+        "compiled",
+        ("INT8", "UINT8"),
+        (torch.bfloat16,),
+        True,
+        False,
+        12,
+        "EPYC, 1 thread, 1, 4, 8, 12, 16 rows: int8 .19, .45, .75, .98, 1.05, in blocks from 4 on: 1.06, 1.09, 1.1,"
+        " 1.05; Q8_0 .20, .66, 1.1, 1.4, 1.6, in blocks 1.5, 1.4, 1.4, 1.3",
         blocks=True,
     ),
     KernelChoice(
@@ -76,18 +99,29 @@ TABLE = (
         (torch.bfloat16,),
         True,
         None,
-        4,
-        "EPYC, 1 thread, Q4_K, 2 rows: .75, 4: 1.3, in blocks 2.1",
+        12,
+        "EPYC, 1 thread, 1, 4, 8, 12, 16 rows: Q4_K .28, .66, 1.0, 1.25, 1.4, in blocks from 4 on: 2.2, 2.0, 1.9, 1.9;"
+        " Q6_K .68, 1.4, 2.1, 2.5, 2.9, in blocks 2.5, 2.3, 2.1, 1.9",
         blocks=True,
     ),
     KernelChoice(
         "compiled",
-        FLOATS,
+        ("TABLE4",),
         (torch.bfloat16,),
         True,
         None,
-        2,
-        "EPYC, 1 thread, fp8 and nf4, 1 row: .47, 2: .71 and .65, 3: 1.3 and 1.2, in blocks 1.05 and 1.1",
+        6,
+        "EPYC, 1 thread, 1, 4, 6, 8 rows: nf4 .20, .66, .91, 1.17, in blocks from 4 on: 1.05, 1.13, 1.09",
+        blocks=True,
+    ),
+    KernelChoice(
+        "compiled",
+        ("E4M3", "E5M2"),
+        (torch.bfloat16,),
+        True,
+        None,
+        3,
+        "EPYC, 1 thread, 1, 3, 4 rows: fp8 .38, .98, 1.05, in blocks 1.0 for 3 and .96 for 4",
         blocks=True,
     ),
     KernelChoice(
@@ -103,7 +137,7 @@ TABLE = (
         " 1.3, 1.15, 1.10",
         blocks=True,
     ),
-    # AVX-512 without BF16, and with AMX: the same kernels as with AVX2; torch's own products are faster
+    # AVX-512 without BF16, and with AMX: the same kernels as above, without VNNI those of AVX2
     KernelChoice(
         "compiled",
         ("INT8",),
@@ -111,7 +145,7 @@ TABLE = (
         True,
         True,
         2,
-        "AVX-512 Xeon with AMX, 4096 x 4096 bfloat16, 1 row: .47 of dense; not measured with rounded inputs",
+        "AVX-512 Xeon with AMX, at the level of AVX2, 4096 x 4096 bfloat16, 1 row: .47 of dense; else not measured",
     ),
     KernelChoice(
         "int_mm",
@@ -130,9 +164,9 @@ TABLE = (
         True,
         None,
         16,
-        "AVX-512 Xeon, 2048 x 2048 bfloat16, 1 thread, int8, batch 5: .93, 8: 1.7, 16: 3.0, 32: 20, in chunks 4.1, 4.8,"
-        " 4.2, 4.7; int4, batch 8: 1.7, 16: 4.1, in chunks 9.7, 6.3; at the level of AVX2, 852 M parameters, 1 row:"
-        " Q8_0 22 GB/s, where a plain read takes 23; else not measured",
+        "AVX-512 Xeon at the level of AVX2, 2048 x 2048 bfloat16, 1 thread, int8, batch 5: .93, 8: 1.7, 16: 3.0, 32:"
+        " 20, in chunks 4.1, 4.8, 4.2, 4.7; int4, batch 8: 1.7, 16: 4.1, in chunks 9.7, 6.3; 852 M parameters, 1 row:"
+        " Q8_0 22 GB/s, where a plain read takes 23; with VNNI, and else: not measured",
     ),
     KernelChoice(
         "compiled",
@@ -152,7 +186,8 @@ TABLE = (
         None,
         16,
         "AVX2, int8, batch 1, 4, 16, of dense: 4096 x 4096 .4, .2, .6; decoding first 6 to 20; EPYC of family 23, 1"
-        " thread, batch 1: int8 .62, int4 .70, nf4 .70, fp8 .68, Q8_0 .84, Q4_1 .98, Q4_K 1.0, Q6_K 1.6",
+        " thread, batch 1: int8 .62, int4 .70, nf4 .70, fp8 .68, Q8_0 .84, Q4_1 .98, Q4_K 1.0, Q6_K 1.6; family 26: nf4"
+        " .12, int8, int4 .17, fp8, Q8_0 .24, Q4_1 .30, Q4_K .34, Q6_K .60",
         elements=1 << 20,
     ),
     KernelChoice(
@@ -164,7 +199,8 @@ TABLE = (
         4,
         "AVX2, int8, batch 1, 4, of dense: 576 x 576 .7, .5, 1536 x 576 .7; decoding first: 576 x 576 4.5, 2.4."
         " Batch 16: 1.2, decoding first 2.6; small layers keep their bits there. EPYC of family 23, 1 thread, batch 1,"
-        " 576 x 576: int8 1.6, int4, nf4, fp8, Q8_0 2.1 to 2.3, Q4_1 2.8, Q4_K 3.6: dense reads from the cache",
+        " 576 x 576: int8 1.6, int4, nf4, fp8, Q8_0 2.1 to 2.3, Q4_1 2.8, Q4_K 3.6: dense reads from the cache. Family"
+        " 26: nf4, int8 .9, int4 1.0, fp8, Q8_0 1.2, Q4_1 1.4, Q4_K 2.0",
     ),
     # without the compiled module
     KernelChoice(

@@ -1,30 +1,41 @@
-// The same by the rows of rows_avx2.h, in threads; nothing of it at other levels.
+// Products by the rows of rows.h, in threads; nothing of it at other levels.
 //
 // kernels.cpp includes this in its own namespace.
 
 #if FAST_ROWS
-#include "rows_avx2.h"
-#include "float_rows_avx2.h"
+#include "rows.h"
+#include "float_rows.h"
 
-template <int C, int S, int M, int T> void fast_row(const Layout& L, const uint8_t* codes, const float* scale,
-                                             const float* zero, Decoder<C>& decoder, const Spans& in, int64_t m,
-                                             float* scratch, float* y) {
-    constexpr bool always = T == BYTES;  // there are zero points
-    if constexpr (T == FLOATS) float_row<C, S, M, false>(L, codes, scale, zero, zero, decoder, in, m, y);
-    else if (always || L.zero >= 0 || L.offset != 0) integer_row<C, S, M, true, T>(L, codes, scale, zero, in, m, scratch, y);
-    else integer_row<C, S, M, always, T>(L, codes, scale, zero, in, m, scratch, y);
+template <int C, int S, int M, int R, int T> void fast_rows(const Layout& L, const RowsOfCodes& rows, Decoder<C>& decoder,
+                                                          const Spans& in, int64_t m, float* scratch, float (*y)[4]) {
+    constexpr bool always = T == BYTES && C == INT4;  // there are zero points
+    if constexpr (T == FLOATS)
+        for (int r = 0; r < R; r++) {
+            const float *zero = rows.zero + r * rows.stride, *scale = rows.scale + r * rows.stride;
+            float_row<C, S, M, false>(L, rows.codes + r * rows.bytes, scale, zero, zero, decoder, in, m, y[r]);
+        }
+    else if (always || L.zero >= 0 || L.offset != 0) integer_rows<C, S, M, R, true, T>(L, rows, in, m, scratch, y);
+    else integer_rows<C, S, M, R, always, T>(L, rows, in, m, scratch, y);
 }
 
-// BYTES: 4-bit codes are multiplied with one byte of each input instead of two.
+template <int C, int S, int R, int T> void fast_rows(const Layout& L, const RowsOfCodes& rows, Decoder<C>& decoder,
+                                                   const Spans& in, int64_t m, int64_t some, float* scratch, float (*y)[4]) {
+    if (some == 4) fast_rows<C, S, 4, R, T>(L, rows, decoder, in, m, scratch, y);
+    else if (some == 2) fast_rows<C, S, 2, R, T>(L, rows, decoder, in, m, scratch, y);
+    else fast_rows<C, S, 1, R, T>(L, rows, decoder, in, m, scratch, y);
+}
+
+// BYTES: codes are multiplied with one byte of each input instead of two.
 template <int C, int S, int T> void fast_linear(const Layout& L, const Parts& P, const void* x, int64_t rows, int64_t stride,
                                         int dtype, const void* bias, void* out) {
     constexpr int64_t TILE = 16;  // rows of codes, so that many rows of inputs are read from the cache
+    constexpr int64_t most = WIDE_ROWS && T == FLOATS ? 2 : 4;  // more rows of floats do not stay in the nearest cache
     const Spans in = Spans::of<C, S, T>(L, x, dtype, rows, stride);
     const int64_t count = in.spans * scales_of<S>, each = in.stride;
     const bool is_much = L.rows > 1 && rows * L.rows * L.columns > 65536;
     const int64_t tile = L.rows >= 256 || !is_much ? TILE : 1;  // few rows are shared between threads one by one
     in_threads(L.rows, tile, is_much, [&](Shares& shares) {
-        Buffer s(buffer_size(L)), z(buffer_size(L)), scratch(4 * in.stride + LANES);
+        Buffer s(buffer_size(L)), z(buffer_size(L)), scratch(4 * TOGETHER * in.stride + LANES);
         Buffer scales(tile * each + LANES), zeros(tile * each + LANES, -L.offset);
         Decoder<C> decoder(L);
         alignas(64) float y[4][TILE];
@@ -33,15 +44,16 @@ template <int C, int S, int T> void fast_linear(const Layout& L, const Parts& P,
             const float* lie = scales_of_rows<S>(L, P, first, end - first, count, each, s.data(), z.data(), scales.data(),
                                                  zeros.data());
             for (int64_t m = 0, some; m < rows; m += some) {
-                some = rows - m >= 4 ? 4 : rows - m >= 2 ? 2 : 1;
-                for (int64_t n = first; n < end; n++) {
+                some = rows - m >= 4 && most == 4 ? 4 : rows - m >= 2 ? 2 : 1;
+                for (int64_t n = first, taken; n < end; n += taken) {
+                    taken = end - n >= TOGETHER ? TOGETHER : 1;
+                    const int64_t at = (n - first) * each;
                     const uint8_t* codes = (const uint8_t*)P.codes + n * L.row_bytes;
-                    const float *scale = lie + (n - first) * each, *zero = &zeros[(n - first) * each];
-                    float sums[4];
-                    if (some == 4) fast_row<C, S, 4, T>(L, codes, scale, zero, decoder, in, m, scratch.data(), sums);
-                    else if (some == 2) fast_row<C, S, 2, T>(L, codes, scale, zero, decoder, in, m, scratch.data(), sums);
-                    else fast_row<C, S, 1, T>(L, codes, scale, zero, decoder, in, m, scratch.data(), sums);
-                    for (int64_t i = 0; i < some; i++) y[i][n - first] = sums[i];
+                    const RowsOfCodes own = {codes, lie + at, &zeros[at], L.row_bytes, each};
+                    float sums[TOGETHER][4];
+                    if (taken == TOGETHER) fast_rows<C, S, TOGETHER, T>(L, own, decoder, in, m, some, scratch.data(), sums);
+                    else fast_rows<C, S, 1, T>(L, own, decoder, in, m, some, scratch.data(), sums);
+                    for (int64_t i = 0; i < some * taken; i++) y[i / taken][n - first + i % taken] = sums[i % taken][i / taken];
                 }
                 for (int64_t i = 0; i < some; i++) put_some(dtype, y[i], end - first, bias, first, out, (m + i) * L.rows + first);
             }
@@ -51,7 +63,7 @@ template <int C, int S, int T> void fast_linear(const Layout& L, const Parts& P,
 
 template <int C, int S> void fast_linear(const Layout& L, const Parts& P, const void* x, int64_t rows, int64_t stride,
                                          int dtype, const void* bias, void* out) {
-    if constexpr (C == INT4) {
+    if constexpr (C == INT4 || (WIDE_ROWS && is_integer(C))) {
         if (L.activations) return fast_linear<C, S, BYTES>(L, P, x, rows, stride, dtype, bias, out);
     }
     fast_linear<C, S, is_integer(C) ? WORDS : FLOATS>(L, P, x, rows, stride, dtype, bias, out);
