@@ -124,6 +124,26 @@ def test_tables_are_kept_on_other_devices():
     assert table_of((0.5, 1.0), torch.device("cpu")) is not table_of((0.5, 1.0), torch.device("cpu"))
 
 
+BLOCKS = tt.ScaledFloat(element="e4m3", block=(128, 128))
+STRIPS = tt.ScaledFloat(element="e4m3", block=(1, 128))
+ON_GPU = [
+    (tt.int8(), "int8", "int_mm"),
+    (tt.Affine(block=(None, None)), "int8", "int_mm"),
+    (tt.fp8(), "float8", "scaled_mm"),
+    (tt.fp8("tensor"), "float8", "scaled_mm"),
+    (BLOCKS, "float8", "scaled_mm"),
+    (STRIPS, "float8", "scaled_mm"),
+]
+SMALL = [
+    (tt.mxfp8(), "mxfp8"),
+    (tt.mxfp4(), "mxfp4"),
+    (tt.nvfp4(), "nvfp4"),
+    (tt.nvfp4(global_divides=True), "nvfp4"),
+    (tt.ScaledFloat("e2m1", (1, 16), torch.float8_e4m3fn), "nvfp4"),
+]
+NOT_COMPILED = [(BLOCKS, "float8", (9, 0)), (STRIPS, "float8", (9, 0)), *((*pair, (10, 0)) for pair in SMALL)]
+
+
 @few_schemes
 @pytest.mark.parametrize("to", [None, "int8", "float8", "mxfp8", "nvfp4"])
 def test_compiled_without_a_break(row, to, monkeypatch):
@@ -148,34 +168,35 @@ def test_compiled_without_a_break(row, to, monkeypatch):
         made = run(empty(32, COLUMNS), on_cuda(row.scheme, activations=to), empty(ROWS))
         assert facts(made) == ((32, COLUMNS), torch.bfloat16, "cuda:0")
     assert len(graphs) == 1
-    if (row.id, to) in (
-        ("int8", "int8"),
-        ("fp8", "float8"),
-        ("mxfp8", "mxfp8"),
-        ("nvfp4", "nvfp4"),
-    ):  # the compiler sees the rounding, and torch's product
+    if (row.id, to) in (("int8", "int8"), ("fp8", "float8")):  # the compiler sees the rounding, and torch's product
         assert any("_int_mm" in name or "_scaled_mm" in name for name in graphs[0])
+
+
+@pytest.mark.parametrize(("scheme", "to", "able"), NOT_COMPILED, ids=str)
+def test_the_compiler_never_sees_scales_of_blocks(scheme, to, able, monkeypatch):
+    """That of torch 2.13 passes them to ``torch._scaled_mm`` as they are, and raises for swizzled ones."""
+    monkeypatch.setattr(fitting, "capability", lambda device: able)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.__config__, "show", lambda: "USE_MSLK=ON")
+    seen = []
+
+    def keep(graph, inputs):
+        seen.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        return graph.forward
+
+    torch._dynamo.reset()
+    with fake_cuda():
+        run = torch.compile(
+            F.linear, backend=lambda graph, inputs: aot_module_simplified(graph, inputs, fw_compiler=keep)
+        )
+        made = run(empty(32, COLUMNS), on_cuda(scheme, activations=to), empty(ROWS))
+        assert facts(made) == ((32, ROWS), torch.bfloat16, "cuda:0")
+    assert "torchtether.linear.default" in seen
+    assert not any("scaled_mm" in name for name in seen)
 
 
 # -- rounded inputs ----------------------------------------------------------------------------------------------------
 
-BLOCKS = tt.ScaledFloat(element="e4m3", block=(128, 128))
-STRIPS = tt.ScaledFloat(element="e4m3", block=(1, 128))
-ON_GPU = [
-    (tt.int8(), "int8", "int_mm"),
-    (tt.Affine(block=(None, None)), "int8", "int_mm"),
-    (tt.fp8(), "float8", "scaled_mm"),
-    (tt.fp8("tensor"), "float8", "scaled_mm"),
-    (BLOCKS, "float8", "scaled_mm"),
-    (STRIPS, "float8", "scaled_mm"),
-]
-SMALL = [
-    (tt.mxfp8(), "mxfp8"),
-    (tt.mxfp4(), "mxfp4"),
-    (tt.nvfp4(), "nvfp4"),
-    (tt.nvfp4(global_divides=True), "nvfp4"),
-    (tt.ScaledFloat("e2m1", (1, 16), torch.float8_e4m3fn), "nvfp4"),
-]
 each_small = pytest.mark.parametrize(("scheme", "to"), SMALL, ids=str)
 
 
@@ -192,6 +213,17 @@ def test_torch_multiplies_codes_with_codes(scheme, to, engine, is_below, monkeyp
         assert facts(flat.view(2, 16, ROWS)) == ((2, 16, ROWS), torch.bfloat16, "cuda:0")
     assert len(called) == 1
     assert called[0] is not None
+
+
+@pytest.mark.parametrize(("scheme", "to", "able"), [(tt.fp8(), "float8", (9, 0)), *NOT_COMPILED], ids=str)
+def test_inputs_whose_columns_are_apart(scheme, to, able, monkeypatch):
+    """torch's op multiplies rows that are contiguous."""
+    monkeypatch.setattr(fitting, "capability", lambda device: able)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    with fake_cuda(), NoCopies():
+        weight = on_cuda(scheme, activations=to)
+        for x in (empty(COLUMNS, 32).t(), empty(32, 2 * COLUMNS)[:, ::2], empty(4, COLUMNS, 8).transpose(1, 2)):
+            assert facts(F.linear(x, weight)) == ((*x.shape[:-1], ROWS), torch.bfloat16, "cuda:0")
 
 
 @pytest.mark.parametrize(
@@ -319,7 +351,8 @@ def codes_of(given):
 def by_blocks_of_few(a, b, scale_a, recipe_a, scale_b, recipe_b, swizzle_a, swizzle_b, output_dtype=None):
     """What ``F.scaled_mm`` says of mxfp8, mxfp4 and nvfp4, in float64; and what it checks on CUDA."""
     assert recipe_a == recipe_b
-    assert swizzle_a == swizzle_b == [F.SwizzleType.SWIZZLE_32_4_4]
+    swizzles = [F.SwizzleType.SWIZZLE_32_4_4, F.SwizzleType.NO_SWIZZLE]
+    assert swizzle_a == swizzle_b == swizzles[: len(recipe_a)]  # ``check_swizzle_lengths`` of ScaledBlas.cpp
     assert a.stride(1) == b.stride(0) == 1
     left, right = codes_of(a), codes_of(b.t())
     size = {F.ScalingType.BlockWise1x32: 32, F.ScalingType.BlockWise1x16: 16}[recipe_a[0]]

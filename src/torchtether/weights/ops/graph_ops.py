@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..products import cpu
+from ..products import cpu, scaled_mm
 from ..products.layout import Layout, layout_of
 from ..products.table import kernels_for
 from ..spec import WeightSpec
@@ -38,7 +38,7 @@ def in_graph(x: Tensor, base: Weight, bias: Tensor | None, is_gradient: bool) ->
         layout, dtype = layout_below_columns(base), torch.float32
     if layout is None or torch.compiler.is_exporting() or not kernels_for(layout, dtype, device := base.device.type):
         return None  # the compiler fuses the decoding
-    if device != "cpu" and base.spec.activations is not None:
+    if device != "cpu" and base.spec.activations is not None and (is_gradient or scaled_mm.is_compiled(layout)):
         return None  # torch's own ops multiply, and the compiler fuses the rounding
     parts, weight = list(base.parts.values()), text_of(base.spec)
     if is_gradient:

@@ -10,6 +10,9 @@
     nvfp4                  BlockWise1x16, swizzled,      the same                10.0 on, CUDA 12.8
                            and TensorWise
 
+The compiler of torch 2.13 replaces the op by ``torch._scaled_mm``, which reads scales of blocks in another layout, and
+asserts that no scales are swizzled. So graphs have the op for "rows" alone (``is_compiled``).
+
 For blocks of 128, the scale of a row of inputs is repeated, so that all recipes compute with the same codes. Scales of
 weights, a 128th to an eighth of the bytes of the codes, are rearranged at each call: a cached copy would have to follow
 every write to the weight, also between replays of a CUDA graph.
@@ -29,12 +32,17 @@ from . import fitting, rounding
 from .layout import DTYPES, SCALES, STREAM, Layout
 
 BLOCK = 128
-_SWIZZLED = SwizzleType.SWIZZLE_32_4_4
+_SWIZZLED = SwizzleType.SWIZZLE_32_4_4, SwizzleType.NO_SWIZZLE  # one for each recipe
 
 
 def takes(layout: Layout) -> bool:
     """Return whether there is a recipe for the codes, the scales and the activations of the layout."""
     return recipe_of(layout) is not None
+
+
+def is_compiled(layout: Layout) -> bool:
+    """Return whether the compiler may see the product: it has no recipe, or one that the compiler supports."""
+    return recipe_of(layout) in (None, "rows")
 
 
 def recipe_of(layout: Layout) -> str | None:
@@ -76,7 +84,7 @@ def linear(layout: Layout, parts: Sequence[Tensor], x: Tensor, bias: Tensor | No
         return None
     if not _is_able(recipe, fitting.capability(x.device)):
         return None
-    rows = x.reshape(-1, layout.columns)
+    rows = x.reshape(-1, layout.columns).contiguous()
     if recipe in rounding.BLOCKS:
         made = by_small_blocks(layout, parts, rounding.blocks_of(rows, recipe), bias)
     else:
@@ -129,10 +137,10 @@ def by_small_blocks(layout: Layout, parts: Sequence[Tensor], inputs: rounding.Bl
         one = inputs.power.new_ones(1)
         left_scales = [swizzled(inputs.scale.to(torch.float8_e4m3fn)), one]
         right_scales = [swizzled(scale), _global_scale(layout, parts, one)]
+    swizzles = [*_SWIZZLED[: len(recipe)]]
     made = scaled_mm(
-        left, codes.t(), left_scales, recipe, right_scales, recipe, [_SWIZZLED], [_SWIZZLED],
-        output_dtype=torch.bfloat16,
-    )  # fmt: skip
+        left, codes.t(), left_scales, recipe, right_scales, recipe, swizzles, swizzles, output_dtype=torch.bfloat16
+    )
     if inputs.power is not None:
         made = (made * inputs.power).to(made.dtype)
     return made if bias is None else made + bias
@@ -163,11 +171,12 @@ def swizzled(scale: Tensor) -> Tensor:
 def _is_able(recipe: str, capability: tuple[int, int]) -> bool:
     if recipe == "rows":
         return capability >= (9, 0) or capability == (8, 9)
+    if torch.compiler.is_compiling():
+        return False
     if recipe in ("strips", "squares"):
         return capability[0] == 9 and _cuda_version() >= (12, 9)
-    if recipe == "mxfp4":  # the shape function of torch 2.13 for the compiler counts half of the scales
-        is_built = "USE_MSLK" in torch.__config__.show()
-        return capability[0] == 10 and is_built and not torch.compiler.is_compiling()
+    if recipe == "mxfp4":
+        return capability[0] == 10 and "USE_MSLK" in torch.__config__.show()
     return capability >= (10, 0) and _cuda_version() >= (12, 8)
 
 
