@@ -93,6 +93,7 @@ def test_experts(row, monkeypatch):
 
     In other dtypes than bfloat16, and of sides that torch's op does not take, few rows.
     """
+    monkeypatch.setattr(fitting, "capability", lambda device: (9, 0))
     for limit in (product.ON_CUDA, 1 << 14):
         monkeypatch.setattr(grouped, "ON_CUDA", limit)
         with fake_cuda(), NoCopies():
@@ -107,6 +108,19 @@ def test_experts(row, monkeypatch):
                     torch.ops.aten._grouped_mm.default, empty(9, COLUMNS, dtype=dtype), experts.transpose(1, 2), offs
                 )
                 assert facts(made) == ((9, count), dtype, "cuda:0")
+
+
+@pytest.mark.parametrize(("able", "is_one_op"), [((8, 9), False), ((9, 0), True), ((10, 3), True), ((12, 0), False)])
+def test_experts_by_the_op_of_torch_where_it_does_not_wait(able, is_one_op, monkeypatch):
+    """On other generations it copies ``offs`` to the host (``_grouped_mm_fallback``), which fakes do not show."""
+    monkeypatch.setattr(fitting, "capability", lambda device: able)
+    with fake_cuda(), NoCopies():
+        experts, offs = on_cuda(tt.int8(), (4, ROWS, COLUMNS)), torch.empty(4, dtype=torch.int32, device="cuda")
+        for rows in (3, 64):
+            x = empty(rows, COLUMNS)
+            assert facts(F.grouped_mm(x, experts.transpose(1, 2), offs=offs)) == ((rows, ROWS), x.dtype, "cuda:0")
+            assert grouped.torch_multiplies(x, experts) is is_one_op
+            assert grouped.is_answered(x, experts, offs) is (is_one_op or rows == 3)
 
 
 def test_what_waits_is_seen():
@@ -465,6 +479,14 @@ def test_integers_with_floats(dtype):
     wanted = x.double() @ weight.to(torch.float32).dequantize().double().T + bias.double()
     assert made.dtype is dtype
     assert is_near(made, wanted, EPS[dtype])
+
+
+def test_integers_that_int32_does_not_count():
+    with fake_cuda():
+        for rows, fits in ((2**15 - 16, True), (2**15, False)):
+            weight = on_cuda(tt.int8(), (rows, 2**16))
+            made = int8pack.linear(weight.kernel_layout, weight.kernel_layout.pick_from(weight), empty(1, 2**16), None)
+            assert (made is not None) is fits
 
 
 def test_pieces_are_joined_where_a_transform_follows():

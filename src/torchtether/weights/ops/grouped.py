@@ -123,8 +123,12 @@ def is_answered(rows: Tensor, base: Weight, offs: Tensor) -> bool:
 
 
 def torch_multiplies(rows: Tensor, base: Weight) -> bool:
-    """Return whether ``torch._grouped_mm`` supports the arguments: bfloat16, and sides that are multiples of 16."""
-    return rows.dtype is torch.bfloat16 and not any(side % _ALIGNED for side in base.spec.shape[1:])
+    """Return whether ``torch._grouped_mm`` multiplies the arguments without waiting for the GPU.
+
+    It does for bfloat16 and sides that are multiples of 16, from capability 9.0 to 10.3; elsewhere it reads ``offs``.
+    """
+    is_able = rows.is_cpu or fitting.capability(rows.device)[0] in (9, 10)
+    return is_able and rows.dtype is torch.bfloat16 and not any(side % _ALIGNED for side in base.spec.shape[1:])
 
 
 def matrix_of(base: Weight) -> Weight | None:
@@ -169,7 +173,7 @@ def by_codes(rows: Tensor, base: Weight, offs: Tensor) -> Tensor:
 
     It reads the matrices of groups that have rows, in place.
     """
-    codes, steps = rounding.codes_of(rows, "float8")
+    codes, steps = rounding.codes_of(rows.contiguous(), "float8")
     matrices, scale = base.parts["qdata"].transpose(1, 2), base.parts["scale"].view(base.shape[:2])
     made = torch._scaled_grouped_mm(codes, matrices, steps.view(-1), scale, offs=offs, out_dtype=torch.bfloat16)
     return zeros_behind(made, offs)

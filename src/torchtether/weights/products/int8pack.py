@@ -22,7 +22,8 @@ def linear(layout: Layout, parts: Sequence[Tensor], x: Tensor, bias: Tensor | No
 
     On the CPU the op reads beyond the end if K is not a multiple of 16, crashes if memory is not aligned to 16 bytes,
     and rounds its sums to the dtype of ``x``. On CUDA the product is computed in float32 for any ``x``, and K is
-    arbitrary. Scales, which the op would round on the CPU, and the bias are applied afterwards, in float32.
+    arbitrary, but codes are counted in int32. Scales, which the op would round on the CPU, and the bias are applied
+    afterwards, in float32.
     """
     codes, scale = parts[0], parts[1]
     if not takes(layout) or codes.shape != (layout.rows, layout.columns) or not fits(layout, parts, x, bias):
@@ -33,6 +34,8 @@ def linear(layout: Layout, parts: Sequence[Tensor], x: Tensor, bias: Tensor | No
             return None
         if any(address % 16 or not address for address in (codes.data_ptr(), x2.data_ptr())):  # 0: freed, or all zeros
             return None
+    elif codes.numel() >= 2**31:
+        return None
     else:
         x2 = x2.float()
     sums = torch._weight_int8pack_mm(x2, codes, x2.new_ones(layout.rows))
