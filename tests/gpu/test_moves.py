@@ -117,7 +117,8 @@ def test_a_recorded_stream_keeps_the_memory_of_every_part(row, device, gpu):
     there.record_stream(side)
     sizes = [(part.shape, part.dtype) for part in plain_parts(there).values()]
     del there
-    scribbled = [torch.empty(shape, dtype=dtype, device=device).view(torch.uint8).fill_(0xA5) for shape, dtype in sizes]
+    empty = [torch.empty(shape, dtype=dtype, device=device).view(-1) for shape, dtype in sizes]
+    scribbled = [one.view(torch.uint8).fill_(0xA5) for one in empty]  # a global scale has no dimension to view as bytes
     gpu.synchronize()
     assert same(kept.cpu(), weight)
     del scribbled

@@ -1,6 +1,8 @@
 """Products are within the bound of their dtype of float64's, in any shape and strides, compiled and under graphs."""
 
 import copy
+import warnings
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -52,6 +54,18 @@ def test_linear(row, dtype, device):
             close(F.linear(x, weight), x, values, dtype)
             with_bias = torch.cat([x, torch.ones_like(x[:, :1])], 1), torch.cat([values, bias[:, None]], 1)
             close(F.linear(x, weight, bias), *with_bias, dtype)
+
+
+@contextmanager
+def never_waiting():
+    """Let calls that wait for the GPU raise; torch warns, once, that it does not see all of them."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
+        try:
+            torch.cuda.set_sync_debug_mode("error")
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
 
 
 @few
@@ -136,11 +150,8 @@ def test_experts_never_wait_for_the_device(scheme, dtype, device, gpu):
         return torch.ops.torchtether.grouped(rows, offs, list(parts.values()), text_of(experts.spec), True)
 
     multiply()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with never_waiting():
         made = multiply()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     values = experts.dequantize().double()
     wanted = torch.cat([rows[:2].double() @ values[1].T, rows[2:5].double() @ values[3].T])
     assert (made[:5].double() - wanted).norm() <= 2.0**-6 * wanted.norm()
@@ -217,8 +228,5 @@ def test_one_row_never_waits_for_the_device(row, device, gpu):
     model = net(row.scheme, device)
     x = random(1, 256, dtype=torch.bfloat16, device=device)
     model(x)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with never_waiting():
         model(x)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
