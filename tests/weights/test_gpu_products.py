@@ -299,6 +299,7 @@ def by_recipe(a, b, scale_a, recipe_a, scale_b, recipe_b, bias=None, output_dtyp
         assert scale_a.shape == (m, 1)
         assert scale_b.shape == (1, n)
         assert scale_b.is_contiguous()
+        assert bias is None or bias.is_contiguous()
         left, right = scale_a, scale_b
     else:
         groups = k // 128
@@ -324,7 +325,7 @@ def by_recipe(a, b, scale_a, recipe_a, scale_b, recipe_b, bias=None, output_dtyp
 def test_floats_with_floats(scheme, shape, rows, monkeypatch):
     """The scales of weights and inputs reach torch's op where it reads them: it runs on no CPU for blocks."""
     monkeypatch.setattr(scaled_mm, "scaled_mm", by_recipe)
-    weight, bias = weight_of(scheme, shape), torch.randn(shape[0]).bfloat16()
+    weight, bias = weight_of(scheme, shape), torch.randn(2 * shape[0]).bfloat16()[::2]
     x = torch.randn(rows, shape[1]).bfloat16()
     layout = layout_of(scheme, shape, "float8")
     codes, scale = rounding.codes_of(x, "float8")

@@ -100,8 +100,8 @@ def by_rows(layout: Layout, codes: Tensor, scale: Tensor, inputs: Tensor, steps:
     inputs (M, K), codes (N, K) float8_e4m3fn    steps (M, 1), scale (N or 1 elements) float32    result (M, N) bfloat16
     """
     each = scale.reshape(1, -1).expand(1, layout.rows).contiguous()
-    rows = ScalingType.RowWise
-    return scaled_mm(inputs, codes.t(), steps, rows, each, rows, bias=bias, output_dtype=torch.bfloat16)
+    rows, added = ScalingType.RowWise, None if bias is None else bias.contiguous()  # cuBLAS ignores its stride
+    return scaled_mm(inputs, codes.t(), steps, rows, each, rows, bias=added, output_dtype=torch.bfloat16)
 
 
 def by_blocks(
