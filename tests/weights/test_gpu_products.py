@@ -269,6 +269,22 @@ def test_blocks_are_multiplied_on_one_generation_alone(monkeypatch):
             assert (made is not None) is fits
 
 
+@pytest.mark.parametrize("scheme", [BLOCKS, STRIPS], ids=str)
+@pytest.mark.parametrize("rows", [1, 8, 33])
+def test_rows_of_blocks_come_in_eights(scheme, rows, monkeypatch):
+    """cuBLAS supports no others for inputs with scales of 128 columns: ``cublaslt_gemm.cu`` of TransformerEngine."""
+    monkeypatch.setattr(
+        scaled_mm, "scaled_mm", lambda a, *rest, **kwargs: seen.append(a.shape) or by_recipe(a, *rest, **kwargs)
+    )
+    monkeypatch.setattr(scaled_mm, "_is_able", lambda *_: True)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    seen, weight, x = [], weight_of(scheme, (256, 256), torch.bfloat16), inputs(rows, torch.bfloat16)
+    layout = layout_of(scheme, (256, 256), "float8")
+    made = scaled_mm.linear(layout, layout.pick_from(weight), x, None)
+    assert seen == [(-(-rows // 8) * 8, 256)]
+    assert is_near(made, rounding.rounded(x.double(), "float8") @ weight.dequantize().double().T, 2.0**-6)
+
+
 @pytest.mark.parametrize("to", ["int8", "float8"])
 @pytest.mark.parametrize(
     "scheme",

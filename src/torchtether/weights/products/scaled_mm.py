@@ -13,9 +13,10 @@
 The compiler of torch 2.13 replaces the op by ``torch._scaled_mm``, which reads scales of blocks in another layout, and
 asserts that no scales are swizzled. So graphs have the op for "rows" alone (``is_compiled``).
 
-For blocks of 128, the scale of a row of inputs is repeated, so that all recipes compute with the same codes. Scales of
-weights, a 128th to an eighth of the bytes of the codes, are rearranged at each call: a cached copy would have to follow
-every write to the weight, also between replays of a CUDA graph.
+For blocks of 128, the scale of a row of inputs is repeated, so that all recipes compute with the same codes, and rows
+are padded to a multiple of 8, as cuBLAS requires (NVIDIA's TransformerEngine has observed that). Scales of weights, a
+128th to an eighth of the bytes of the codes, are rearranged at each call: a cached copy would have to follow every
+write to the weight, also between replays of a CUDA graph.
 Source: ``aten/src/ATen/native/cuda/ScaledBlas.cpp``.
 """
 
@@ -85,12 +86,14 @@ def linear(layout: Layout, parts: Sequence[Tensor], x: Tensor, bias: Tensor | No
     if not _is_able(recipe, fitting.capability(x.device)):
         return None
     rows = x.reshape(-1, layout.columns).contiguous()
+    count = rows.shape[0]
     if recipe in rounding.BLOCKS:
         made = by_small_blocks(layout, parts, rounding.blocks_of(rows, recipe), bias)
     else:
         codes, scale = parts[0].view(layout.rows, layout.columns), parts[1]
-        multiply = by_rows if recipe == "rows" else by_blocks
-        made = multiply(layout, codes, scale, *rounding.codes_of(rows, "float8"), bias)
+        multiply, step = (by_rows, 1) if recipe == "rows" else (by_blocks, 8)
+        rows = torch.nn.functional.pad(rows, (0, 0, 0, -count % step)) if count % step else rows
+        made = multiply(layout, codes, scale, *rounding.codes_of(rows, "float8"), bias)[:count]
     return made.view(*x.shape[:-1], layout.rows)
 
 
