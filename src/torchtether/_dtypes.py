@@ -32,3 +32,13 @@ def copyable(tensor: Tensor) -> Tensor:
     if tensor.is_floating_point() and tensor.element_size() == 1:
         return tensor.view(torch.uint8)
     return tensor.resolve_conj().resolve_neg()
+
+
+def select_rows(tensor: Tensor, index: Tensor) -> Tensor:
+    """Return ``tensor.index_select(0, index)``, with 8-bit floats moved as uint8.
+
+    For more than 16 rows on CUDA torch calls ``gather``, and not every version of it takes 8-bit floats.
+    """
+    if tensor.is_floating_point() and tensor.element_size() == 1:
+        return tensor.view(torch.uint8).index_select(0, index).view(tensor.dtype)
+    return tensor.index_select(0, index)

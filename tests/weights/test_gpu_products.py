@@ -1,9 +1,12 @@
 """Products on CUDA: with fake tensors, that calls fit and do not synchronise; and values, where the CPU has the op."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch._functorch.aot_autograd import aot_module_simplified
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchtether as tt
 from tests.catalog import SCHEMES, few_schemes, slow_but
@@ -85,6 +88,35 @@ def test_embeddings_and_values(row):
             assert facts(F.embedding(index, weight)) == ((2, 3, COLUMNS), dtype, "cuda:0")
             assert facts(weight.dequantize()) == ((ROWS, COLUMNS), dtype, "cuda:0")
             assert facts(weight.t().dequantize()) == ((COLUMNS, ROWS), dtype, "cuda:0")
+
+
+class NoSmallFloats(TorchDispatchMode):
+    """Raise for a selection of 8-bit floats, which CUDA leaves to ``gather`` from 17 rows on."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert func is not torch.ops.aten.index_select.default or not is_small_float(args[0])
+        return func(*args, **(kwargs or {}))
+
+
+def is_small_float(tensor):
+    return tensor.is_floating_point() and tensor.element_size() == 1
+
+
+TALL = tt.ScaledFloat("e4m3", (32, 32), torch.float8_e8m0fnu)
+
+
+@pytest.mark.parametrize("scheme", [tt.fp8(), tt.mxfp8(), tt.nvfp4(), TALL], ids=str)
+def test_rows_of_small_floats_are_selected_as_bytes(scheme):
+    index = torch.arange(0, ROWS, 4)
+    for place in ("cpu", "cuda"):
+        with fake_cuda() if place == "cuda" else nullcontext(), NoSmallFloats():
+            weight = on_cuda(scheme) if place == "cuda" else weight_of(scheme)
+            names = index if place == "cpu" else torch.empty(32, dtype=torch.int64, device=place)
+            assert F.embedding(names, weight).shape == (32, COLUMNS)
+            assert isinstance(weight.index_select(0, names), tt.Weight) is (scheme is not TALL)
+            assert weight.dequantize().shape == (ROWS, COLUMNS)
+    values = weight_of(scheme)
+    assert torch.equal(F.embedding(index, values), values.dequantize()[index])
 
 
 @each_stack

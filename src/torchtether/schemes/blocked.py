@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import compiled
+from .._dtypes import select_rows
 from ..errors import SchemeError
 from ..geometry.views import Shape
 from . import encoders
@@ -197,7 +198,7 @@ def _take_rows(
         if span == 0:
             taken[name] = part
         else:
-            taken[name] = part.index_select(0, index // (span // math.prod(shape[1:])) if tall else index)
+            taken[name] = select_rows(part, index // (span // math.prod(shape[1:])) if tall else index)
     return taken, ((1, block[1]) if tall else block)
 
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .._dtypes import dtype_name
+from .._dtypes import dtype_name, select_rows
 from ..errors import SchemeError
 from ..geometry.views import Shape
 from ..torch_private.observers import is_direct
@@ -93,7 +93,7 @@ class Grid(NamedTuple):
         matrix = self.shape[-2]
         row = torch.arange(start, stop, device=part.device)
         blocks = row // matrix * self.scale_shape[-2] + row % matrix // self.height
-        return part.index_select(0, blocks)
+        return select_rows(part, blocks)
 
     def align(self, x: Tensor, *scales: Tensor, g_idx: Tensor | None = None) -> tuple[Tensor, ...]:
         """Return ``x`` (R, K) and the picked ``scales`` as views that broadcast (one copy if ragged)."""

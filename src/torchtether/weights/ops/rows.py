@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..._dtypes import select_rows
 from ...errors import SchemeError, UnsupportedOpError
 from ...schemes import part_rows, same_bits
 from ..weight import Weight
@@ -75,9 +76,9 @@ def take_rows(weight: Weight, index: Tensor) -> dict[str, Tensor] | None:
         if part.span == 0:
             taken[name] = held.clone()
         elif part.span == row:
-            taken[name] = held.index_select(0, index)
+            taken[name] = select_rows(held, index)
         elif row % part.span == 0 and held.shape[0] == shape[0] * (row // part.span):
-            rows = held.view(shape[0], row // part.span, *held.shape[1:]).index_select(0, index)
+            rows = select_rows(held.view(shape[0], row // part.span, *held.shape[1:]), index)
             taken[name] = rows.flatten(0, 1)
         else:
             return None
