@@ -52,8 +52,9 @@ def test_linear(row, dtype, device):
         for rows in ROWS:
             x = random(rows, shape[1], dtype=dtype, device=device)
             close(F.linear(x, weight), x, values, dtype)
-            with_bias = torch.cat([x, torch.ones_like(x[:, :1])], 1), torch.cat([values, bias[:, None]], 1)
-            close(F.linear(x, weight, bias), *with_bias, dtype)
+            if shape is SHAPES[-1]:  # each case compiles kernels of its own, for 0.2 s: of all schemes, minutes
+                with_bias = torch.cat([x, torch.ones_like(x[:, :1])], 1), torch.cat([values, bias[:, None]], 1)
+                close(F.linear(x, weight, bias), *with_bias, dtype)
 
 
 @contextmanager
