@@ -343,7 +343,11 @@ def test_integers_with_integers(scheme):
 def by_recipe(a, b, scale_a, recipe_a, scale_b, recipe_b, bias=None, output_dtype=None):
     """What ``F.scaled_mm`` says of its arguments, in float64; and that the scales lie as CUDA asks for."""
     (m, k), n = a.shape, b.shape[1]
-    if recipe_a is F.ScalingType.RowWise:
+    if recipe_a is F.ScalingType.TensorWise:
+        assert recipe_b is recipe_a
+        assert scale_a.numel() == scale_b.numel() == 1
+        left, right = scale_a, scale_b
+    elif recipe_a is F.ScalingType.RowWise:
         assert scale_a.shape == (m, 1)
         assert scale_b.shape == (1, n)
         assert scale_b.is_contiguous()
@@ -382,6 +386,24 @@ def test_floats_with_floats(scheme, shape, rows, monkeypatch):
     wanted = (codes.double() * scale.double()) @ weight.dequantize().double().T + bias.double()
     assert made.dtype is torch.bfloat16
     assert is_near(made, wanted, 2.0**-8)
+
+
+@pytest.mark.parametrize("scheme", [tt.fp8(), tt.fp8("tensor")], ids=str)
+def test_few_rows_are_scaled_after_the_product_on_hopper(scheme, monkeypatch):
+    """There cuBLAS has no product of few rows and many columns with scales of rows (torchao's issue 4582)."""
+    layout, weight, bias = layout_of(scheme, (ROWS, COLUMNS), "float8"), weight_of(scheme), torch.randn(ROWS).bfloat16()
+    seen = []
+    monkeypatch.setattr(scaled_mm, "scaled_mm", lambda *a, **k: seen.append(a[3]) or by_recipe(*a, **k))
+    for able in ((8, 9), (9, 0), (10, 0)):
+        monkeypatch.setattr(fitting, "capability", lambda device, able=able: able)
+        for rows in (1, 256, 257):
+            codes, scale = rounding.codes_of(inputs(rows), "float8")
+            made = scaled_mm.by_rows(layout, weight.parts["qdata"], weight.parts["scale"], codes, scale, bias)
+            wanted = (codes.double() * scale.double()) @ weight.dequantize().double().T + bias.double()
+            assert made.dtype is torch.bfloat16
+            assert is_near(made, wanted, 2.0**-8)
+            is_few = able == (9, 0) and rows <= 256
+            assert seen.pop() is (F.ScalingType.TensorWise if is_few else F.ScalingType.RowWise)
 
 
 def test_scales_are_swizzled_as_documented():

@@ -3,6 +3,7 @@
     weight's scales        recipe of the weight          recipe of the inputs    compute capability
     one for each row       RowWise                       RowWise                 8.9, and 9.0 on
     one for all            RowWise, repeated             RowWise                 8.9, and 9.0 on
+    both, up to 256 rows   TensorWise 1, multiplied      TensorWise 1            9.0
     one for 128 of a row   BlockWise1x128                BlockWise1x128          9.0 alone, CUDA 12.9
     one for 128 x 128      BlockWise128x128              BlockWise1x128          9.0 alone, CUDA 12.9
     mxfp8                  BlockWise1x32, swizzled       the same                10.0 on, CUDA 12.8
@@ -12,6 +13,9 @@
 
 The compiler of torch 2.13 replaces the op by ``torch._scaled_mm``, which reads scales of blocks in another layout, and
 asserts that no scales are swizzled. So graphs have the op for "rows" alone (``is_compiled``).
+
+cuBLAS, which torch calls on 9.0, has no RowWise product of few rows and many columns: torchao's raises on an H100 for
+9216 columns and up to 256 rows (its issue 4582), where TensorWise ones work. So few rows are scaled afterwards there.
 
 For blocks of 128, the scale of a row of inputs is repeated, so that all recipes compute with the same codes, and rows
 are padded to a multiple of 8, as cuBLAS requires (NVIDIA's TransformerEngine has observed that). Scales of weights, a
@@ -33,6 +37,8 @@ from . import fitting, rounding
 from .layout import DTYPES, SCALES, STREAM, Layout
 
 BLOCK = 128
+FEW = 256
+"""The most rows of inputs for which cuBLAS may have no product with scales of rows."""
 _SWIZZLED = SwizzleType.SWIZZLE_32_4_4, SwizzleType.NO_SWIZZLE  # one for each recipe
 
 
@@ -103,6 +109,10 @@ def by_rows(layout: Layout, codes: Tensor, scale: Tensor, inputs: Tensor, steps:
     inputs (M, K), codes (N, K) float8_e4m3fn    steps (M, 1), scale (N or 1 elements) float32    result (M, N) bfloat16
     """
     each = scale.reshape(1, -1).expand(1, layout.rows).contiguous()
+    if inputs.shape[0] <= FEW and fitting.capability(inputs.device)[0] == 9:
+        one, whole = steps.new_ones(1), ScalingType.TensorWise
+        sums = scaled_mm(inputs, codes.t(), one, whole, one, whole, output_dtype=torch.float32) * steps * each
+        return (sums if bias is None else sums + bias).to(torch.bfloat16)
     rows, added = ScalingType.RowWise, None if bias is None else bias.contiguous()  # cuBLAS ignores its stride
     return scaled_mm(inputs, codes.t(), steps, rows, each, rows, bias=added, output_dtype=torch.bfloat16)
 
