@@ -121,6 +121,19 @@ def test_quantizing_while_loading_is_loading_and_quantizing(tmp_path, scheme, me
     assert set(report.quantized) == {"emb.weight", "mid.weight"}
 
 
+@pytest.mark.parametrize("scheme", [tt.int8(), tt.int4(4), tt.nf4()], ids=str)
+def test_codes_that_are_loaded_into_an_emptied_weight_are_not_encoded_again(tmp_path, scheme):
+    model = build(Tied)
+    tt.quantize(model, {"*.weight": scheme})
+    tt.save(model, tmp_path / "x")
+    stored = model.mid.weight.detach().clone()
+    with tt.swapping(model):
+        model.to_empty(device="meta")
+    tt.load(model, tmp_path / "x", device="cpu")
+    assert model.mid.weight.scheme == scheme
+    assert all(torch.equal(part, stored.parts[role]) for role, part in model.mid.weight.parts.items())
+
+
 @pytest.mark.parametrize("meta", [True, False])
 def test_a_float_checkpoint_never_unquantizes(saved, meta):
     source, folder = saved

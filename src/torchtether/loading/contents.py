@@ -35,8 +35,9 @@ def new_contents(step: Step, given: RenamedCheckpoint, tick: Tick, batch: Batch 
             return [made]
     if step.is_given:
         weight = given.read_weight(step.sources[0].name, device=step.device, tick=tick)
-        if isinstance(step.held, Weight) and step.held.scheme.decoder == weight.scheme:  # the master's initial values
-            weight = Weight.encode(weight, step.held.scheme)
+        scheme = step.held.scheme if isinstance(step.held, Weight) else weight.scheme
+        if scheme != weight.scheme and scheme.decoder == weight.scheme:  # the master's initial values
+            weight = Weight.encode(weight, scheme)
         return _for_members(step, _computed_in(step.dtype, weight))
     if step.is_encoded:
         held, parts = step.held, None
