@@ -151,6 +151,18 @@ inline void copy_flipped(const uint8_t* from, int64_t count, uint8_t* to) {
     for (; k < count; k++) to[k] = from[k] ^ 0x80;
 }
 
+// Sums of products of `count` numbers; reads whole vectors, and what lies after the last of `b` is 0.
+inline float dot(const float* a, const float* b, int64_t count) {
+    F even{}, odd{};  // two sums, because each addition waits for the one before
+    int64_t k = 0;
+    for (; k + LANES < count; k += 2 * LANES) {
+        even = fma(load<F>(a + k), load<F>(b + k), even);
+        odd = fma(load<F>(a + k + LANES), load<F>(b + k + LANES), odd);
+    }
+    if (k < count) even = fma(load<F>(a + k), load<F>(b + k), even);
+    return sum(even + odd);
+}
+
 // found[r][i] = row r of the R at `own` times row m + i of the inputs, of `some` rows.
 template <class Inputs, int R> void some_rows(const Layout& L, const Inputs& in, const RowOfLevels* own, int64_t m, int64_t some,
                                               float* scratch, float (*found)[4]) {
@@ -172,7 +184,10 @@ template <class Inputs> void levels_linear(const Layout& given, const Parts& P, 
     const bool is_shifted = !in.adds_after && (has_after(L) || (is_lifted && !Inputs::adds_low));
     const bool adds = is_shifted || (in.adds_after && has_after(L));  // else 0 stays there
     const int64_t tile = rows > 4 || L.rows >= 256 ? TILE : 1, tiles = (L.rows + tile - 1) / tile;  // rows of codes in the cache
-    const int64_t at_once = L.height == 1 && L.family != SUPER_BLOCKS ? tile : 1;  // rows whose numbers lie in one piece
+    const bool is_piece = L.height == 1 && (L.family != SUPER_BLOCKS || L.groups % L.nested == 0);
+    const int64_t at_once = is_piece ? tile : 1;  // rows whose numbers lie in one piece
+    // Whether the numbers are what rows need as they are filled: whole vectors, so that no row reads those of the next.
+    const bool are_filled = is_piece && step == 1 && !is_lifted && in.each == 1 && in.count == L.groups && L.groups % LANES == 0;
     Layout all_rows = L;
     all_rows.groups *= at_once;
     const int64_t bytes = StreamRow::bytes(L), size = RowParts::size(all_rows) + SCRATCH * in.wide + tile * (3 * in.wide + bytes / 4);
@@ -185,16 +200,16 @@ template <class Inputs> void levels_linear(const Layout& given, const Parts& P, 
         const int64_t first = t * tile, count = first + tile < L.rows ? tile : L.rows - first;
         const int64_t used = (in.count + LANES - 1) / LANES * LANES;  // numbers of a row
         const int64_t groups = L.groups;  // this and these of our own: compilers read again what others' writes may reach
-        const bool lifts = is_lifted, writes = adds;
+        const bool lifts = is_lifted, writes = adds, moves = !are_filled;
         const F steps = all(step), per = all(per_step), up = all(lift), unit = all(L.unit);
         for (int64_t i = 0; i < count; i++) {
             RowAt at(L, first + i);
             at.groups *= count - i < at_once ? count - i : at_once;
             if (i % at_once == 0) parts.fill(given, P, first + i, at);
-            const int64_t from = i % at_once * L.groups;
+            const int64_t from = i % at_once * groups;
             float *scale = numbers + 3 * i * in.wide, *low = scale + in.wide, *after = low + in.wide;
             float *by = in.each == 1 ? scale : scratch, *less = by + in.wide, *add = less + in.wide;
-            for (int64_t g = 0; g < groups; g += LANES) {
+            for (int64_t g = 0; g < groups && moves; g += LANES) {
                 const F s = load<F>(parts.scale + from + g), stepped = s * steps;
                 memcpy(by + g, &stepped, sizeof stepped);
                 F moved = load<F>(parts.after + from + g);
@@ -205,7 +220,8 @@ template <class Inputs> void levels_linear(const Layout& given, const Parts& P, 
                 }
                 if (writes) memcpy(add + g, &moved, sizeof moved);
             }
-            if (in.each > 1) {
+            if (!moves) scale = parts.scale + from, low = parts.before + from, after = parts.after + from;
+            else if (in.each > 1) {
                 spread(by, in.each, in.count, scale);
                 if (is_lifted && Inputs::adds_low) spread(less, in.each, in.count, low);
                 if (adds) spread(add, in.each, in.count, after);
@@ -226,10 +242,8 @@ template <class Inputs> void levels_linear(const Layout& given, const Parts& P, 
                 else some_rows<Inputs, Inputs::AT_ONCE>(L, in, own + i, m, some, scratch, found);
                 for (int64_t j = 0; j < some * taken; j++) {
                     const int64_t r = j % taken, n = j / taken;
-                    F total{};
-                    for (int64_t k = 0; is_shifted && k < in.count; k += LANES)
-                        total = fma(load<F>(own[i + r].after + k), load<F>(in.sums.data() + (m + n) * in.wide + k), total);
-                    y[n][i + r] = is_shifted ? found[r][n] + sum(total) : found[r][n];
+                    y[n][i + r] = found[r][n];
+                    if (is_shifted) y[n][i + r] += dot(own[i + r].after, in.sums.data() + (m + n) * in.wide, in.count);
                 }
             }
             for (int64_t j = 0; j < some; j++) put_some(dtype, y[j], count, bias, first, out, (m + j) * L.rows + first);

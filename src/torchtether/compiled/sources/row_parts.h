@@ -26,18 +26,26 @@ template <int A> void copy_rounded(int dtype, const void* from, int64_t at, int6
 // to[g] = sign * wide[g / ratio] * narrow[g]; writes whole vectors
 template <bool SIGN> void nested_scales(const void* wide, const uint8_t* narrow, int64_t ratio, int64_t count, float sign,
                                         float* to) {
-    for (int64_t g = 0, i = 0; g < count; i++) {
+    const auto scaled = [&](const uint8_t* from, F by, int64_t g) {
+        const F v = by * __builtin_convertvector(SIGN ? signed_bytes(from) : bytes(from), F);
+        memcpy(to + g, &v, sizeof v);
+    };
+    const int64_t whole = ratio % LANES ? 0 : count / ratio;
+    float several[LANES];
+    for (int64_t i = 0, g = 0; i < whole; i += LANES) {
+        const int64_t some = whole - i < LANES ? whole - i : LANES;
+        const F v = all(sign) * get<FLOAT16>(wide, i, some);
+        memcpy(several, &v, sizeof v);
+        for (int64_t j = 0; j < some; j++)
+            for (const int64_t end = g + ratio; g < end; g += LANES) scaled(narrow + g, all(several[j]), g);
+    }
+    for (int64_t i = whole, g = whole * ratio; g < count; i++) {
         const int64_t end = g + ratio < count ? g + ratio : count;
         const F by = all(sign * get<FLOAT16>(wide, i, 1)[0]);
         for (; g < end; g += LANES) {
             uint8_t rest[LANES] = {};
-            const uint8_t* p = narrow + g;
-            if (g + LANES > count) {
-                for (int64_t j = 0; g + j < count; j++) rest[j] = p[j];
-                p = rest;
-            }
-            const F v = by * __builtin_convertvector(SIGN ? signed_bytes(p) : bytes(p), F);
-            memcpy(to + g, &v, sizeof v);
+            for (int64_t j = 0; j < LANES && g + j < count; j++) rest[j] = narrow[g + j];
+            scaled(rest, by, g);
         }
         g = end;
     }
@@ -89,11 +97,11 @@ struct RowParts {
             const int64_t supers = n * ((L.groups + L.nested - 1) / L.nested);
             const uint16_t *wide = (const uint16_t*)P.extra + supers, *lowest = (const uint16_t*)P.offset + supers;
             const uint8_t *narrow = (const uint8_t*)P.scale + at.group, *low = (const uint8_t*)P.zero + at.group;
-            if (!P.scale) copy_rounded<FLOAT32, FLOAT16>(wide, 0, L.groups, scale);
-            else if (!P.zero) nested_scales<true>(wide, narrow, L.nested, L.groups, 1, scale);
+            if (!P.scale) copy_rounded<FLOAT32, FLOAT16>(wide, 0, at.groups, scale);
+            else if (!P.zero) nested_scales<true>(wide, narrow, L.nested, at.groups, 1, scale);
             else {
-                nested_scales<false>(wide, narrow, L.nested, L.groups, 1, scale);
-                nested_scales<false>(lowest, low, L.nested, L.groups, -1, after);
+                nested_scales<false>(wide, narrow, L.nested, at.groups, 1, scale);
+                nested_scales<false>(lowest, low, L.nested, at.groups, -1, after);
             }
         } else scales_at(L, P, at.group, at.groups, scale, before);
     }
