@@ -9,6 +9,7 @@ products of our own kernels.
 """
 
 import argparse
+import importlib.util
 import json
 import os
 import platform
@@ -37,8 +38,14 @@ def machine(device):
 
 
 def laws(expression):
-    """What became of the tests, which run in a process of their own: its memory is gone when the benchmarks begin."""
+    """What became of the tests, which run in processes of their own: their memory is gone when the benchmarks begin.
+
+    Compiling the kernels takes most of the time, so several processes do it.
+    """
     chosen = ["-k", expression] if expression else []
+    workers = min(4, (os.cpu_count() or 1) // 2)
+    if workers > 1 and importlib.util.find_spec("xdist"):
+        chosen += ["-n", str(workers)]
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "results.xml")
         words = ["-q", "--tb=short", "-p", "no:cacheprovider", "-m", "not peers", f"--junit-xml={file}", *chosen]
