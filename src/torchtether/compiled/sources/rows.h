@@ -133,17 +133,11 @@ struct Spans {
     }
 };
 
-// The last `count` bytes of a row, and zeros. memcpy of so few takes longer than what they are for.
-template <int64_t BYTES> struct alignas(32) Rest {
+// The last `count` bytes of a row, and zeros.
+template <int64_t BYTES> struct alignas(64) Rest {
     uint8_t bytes[BYTES];
 
-    void fill(const uint8_t* from, int64_t count) {
-#pragma GCC unroll 4
-        for (int64_t k = 0; k < BYTES; k += 32) put_line(bytes + k, _mm256_setzero_si256());
-        int64_t k = 0;
-        for (; k + 16 <= count; k += 16) _mm_store_si128((__m128i*)(bytes + k), load<__m128i>(from + k));
-        for (; k < count; k++) bytes[k] = from[k];
-    }
+    void fill(const uint8_t* from, int64_t count) { put_rest<BYTES>(from, count, bytes); }
 };
 
 // Returns the scales of `rows` rows from n for each scale of their spans, `count` of them, and those of the next row `stride`

@@ -21,6 +21,15 @@ inline V every(float x) { return all(x); }
 inline __m256i line(const void* p) { return _mm256_loadu_si256((const __m256i*)p); }
 inline void put_line(void* p, __m256i v) { _mm256_storeu_si256((__m256i*)p, v); }
 
+// Writes `count` bytes, and zeros. memcpy of so few takes longer than what they are for.
+template <int64_t BYTES> inline void put_rest(const uint8_t* from, int64_t count, uint8_t* to) {
+#pragma GCC unroll 4
+    for (int64_t k = 0; k < BYTES; k += 32) put_line(to + k, _mm256_setzero_si256());
+    int64_t k = 0;
+    for (; k + 16 <= count; k += 16) _mm_store_si128((__m128i*)(to + k), load<__m128i>(from + k));
+    for (; k < count; k++) to[k] = from[k];
+}
+
 // In a register: else the compiler reads codes from memory twice, and reading is what takes the time.
 inline __m256i kept(__m256i v) {
     __asm__("" : "+x"(v));

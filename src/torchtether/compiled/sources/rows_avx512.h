@@ -23,6 +23,17 @@ inline float sum(V v) {  // not by its address: GCC then stores it at every step
 }
 inline __m512i line(const void* p) { return _mm512_loadu_si512(p); }
 inline void put_line(void* p, __m256i v) { _mm256_storeu_si256((__m256i*)p, v); }
+
+// Writes `count` bytes, and zeros. What is written as a line can be read as a line at once.
+template <int64_t BYTES> inline void put_rest(const uint8_t* from, int64_t count, uint8_t* to) {
+#pragma GCC unroll 2
+    for (int64_t k = 0; k < BYTES; k += 64) {
+        const int64_t left = count - k;
+        const __mmask64 some = left >= 64 ? ~0ull : left > 0 ? (1ull << left) - 1 : 0;
+        _mm512_store_si512(to + k, _mm512_maskz_loadu_epi8(some, from + k));
+    }
+}
+
 inline __m512i products(__m512i before, __m512i codes, const uint8_t* x) { return _mm512_dpbusd_epi32(before, codes, line(x)); }
 
 // -- inputs -----------------------------------------------------------------------------------------------------------
