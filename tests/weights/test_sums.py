@@ -107,17 +107,20 @@ def test_float32_products_lose_nothing_where_values_are_nearly_0(bits, columns):
     assert (off <= 2.0**-19 * F.linear(x.double().abs(), values.abs()) + 2.0**-40).all()
 
 
+@pytest.mark.parametrize("columns", [608, 384])
 @pytest.mark.parametrize("dtype", UNIT, ids=str)
 @pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
-def test_a_scale_that_is_not_finite_stays_in_its_row(scheme, dtype):
-    weight = tt.Weight.encode(rand(256, 608), scheme).to(dtype)
-    x, name = rand(1, 608).to(dtype), "super_scale" if "super_scale" in weight.parts else "scale"
-    scale = weight.parts.get(name)
-    if scale is None or scale.shape[0] != 256 or scale.itemsize == 1:
-        pytest.skip("its rows have no scales that can be infinite")
+def test_a_scale_or_bias_that_is_not_finite_stays_in_its_row(scheme, dtype, columns):
+    weight = tt.Weight.encode(rand(256, columns), scheme).to(dtype)
+    x, others = rand(1, columns).to(dtype), torch.arange(256) != 7
+    rows = [part for part in weight.parts.values() if part.dtype in UNIT and part.dim() and part.shape[0] == 256]
     expected = F.linear(x, weight)
-    scale[7] = float("inf")
-    found = F.linear(x, weight)
-    others = torch.arange(256) != 7
-    assert not found[:, 7].isfinite().any()
-    assert torch.equal(found[:, others], expected[:, others])
+    for part in rows:
+        kept = part[7].clone()
+        part[7] = float("inf")
+        found = F.linear(x, weight)
+        part[7] = kept
+        assert not found[:, 7].isfinite().any()
+        assert torch.equal(found[:, others], expected[:, others])
+    if not rows:
+        pytest.skip("its rows have no scales that can be infinite")

@@ -200,7 +200,7 @@ template <class Inputs> void levels_linear(const Layout& given, const Parts& P, 
         const int64_t first = t * tile, count = first + tile < L.rows ? tile : L.rows - first;
         const int64_t used = (in.count + LANES - 1) / LANES * LANES;  // numbers of a row
         const int64_t groups = L.groups;  // this and these of our own: compilers read again what others' writes may reach
-        const bool lifts = is_lifted, writes = adds, moves = !are_filled;
+        const bool lifts = is_lifted, writes = adds, moves = !are_filled, shifts = is_shifted;
         const F steps = all(step), per = all(per_step), up = all(lift), unit = all(L.unit);
         for (int64_t i = 0; i < count; i++) {
             RowAt at(L, first + i);
@@ -240,11 +240,11 @@ template <class Inputs> void levels_linear(const Layout& given, const Parts& P, 
                 taken = count - i >= Inputs::AT_ONCE ? Inputs::AT_ONCE : 1;
                 if (taken == 1) some_rows<Inputs, 1>(L, in, own + i, m, some, scratch, found);
                 else some_rows<Inputs, Inputs::AT_ONCE>(L, in, own + i, m, some, scratch, found);
-                for (int64_t j = 0; j < some * taken; j++) {
-                    const int64_t r = j % taken, n = j / taken;
-                    y[n][i + r] = found[r][n];
-                    if (is_shifted) y[n][i + r] += dot(own[i + r].after, in.sums.data() + (m + n) * in.wide, in.count);
-                }
+                for (int64_t r = 0; r < taken; r++)
+                    for (int64_t j = 0; j < some; j++) {
+                        y[j][i + r] = found[r][j];
+                        if (shifts) y[j][i + r] += dot(own[i + r].after, in.sums.data() + (m + j) * in.wide, in.count);
+                    }
             }
             for (int64_t j = 0; j < some; j++) put_some(dtype, y[j], count, bias, first, out, (m + j) * L.rows + first);
         }

@@ -46,14 +46,16 @@ template <int C, int S, int T> void fast_linear(const Layout& L, const Parts& P,
             for (int64_t m = 0, some; m < rows; m += some) {
                 some = rows - m >= 4 && most == 4 ? 4 : rows - m >= 2 ? 2 : 1;
                 for (int64_t n = first, taken; n < end; n += taken) {
-                    taken = end - n >= TOGETHER ? TOGETHER : 1;
+                    // One row of inputs waits for the memory of bytes, which comes faster for one row of codes at a time.
+                    taken = end - n >= TOGETHER && (some > 1 || is_nibbled(C)) ? TOGETHER : 1;
                     const int64_t at = (n - first) * each;
                     const uint8_t* codes = (const uint8_t*)P.codes + n * L.row_bytes;
                     const RowsOfCodes own = {codes, lie + at, &zeros[at], L.row_bytes, each};
                     float sums[TOGETHER][4];
                     if (taken == TOGETHER) fast_rows<C, S, TOGETHER, T>(L, own, decoder, in, m, some, scratch.data(), sums);
                     else fast_rows<C, S, 1, T>(L, own, decoder, in, m, some, scratch.data(), sums);
-                    for (int64_t i = 0; i < some * taken; i++) y[i / taken][n - first + i % taken] = sums[i % taken][i / taken];
+                    for (int64_t r = 0; r < taken; r++)
+                        for (int64_t i = 0; i < some; i++) y[i][n - first + r] = sums[r][i];
                 }
                 for (int64_t i = 0; i < some; i++) put_some(dtype, y[i], end - first, bias, first, out, (m + i) * L.rows + first);
             }

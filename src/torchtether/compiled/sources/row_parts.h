@@ -36,8 +36,11 @@ template <bool SIGN> void nested_scales(const void* wide, const uint8_t* narrow,
         const int64_t some = whole - i < LANES ? whole - i : LANES;
         const F v = all(sign) * get<FLOAT16>(wide, i, some);
         memcpy(several, &v, sizeof v);
-        for (int64_t j = 0; j < some; j++)
-            for (const int64_t end = g + ratio; g < end; g += LANES) scaled(narrow + g, all(several[j]), g);
+        if (ratio == LANES)
+            for (int64_t j = 0; j < some; j++, g += LANES) scaled(narrow + g, all(several[j]), g);
+        else
+            for (int64_t j = 0; j < some; j++)
+                for (const int64_t end = g + ratio; g < end; g += LANES) scaled(narrow + g, all(several[j]), g);
     }
     for (int64_t i = whole, g = whole * ratio; g < count; i++) {
         const int64_t end = g + ratio < count ? g + ratio : count;

@@ -178,10 +178,11 @@ template <int C, int S, int M, int R, bool Z, int T> void integer_rows(const Lay
         }
     }
     const int64_t whole = L.row_bytes / bytes, lines = in.lines * 64, across = in.spans * lines, stride = in.stride;
+    const int64_t ahead = R > 1 && rows.bytes <= AHEAD ? AHEAD + (R - 1) * rows.bytes : AHEAD;  // past the other rows
     for (int64_t b = 0; b < whole; b++) {
         for (int r = 0; r < R; r++) {
-            _mm_prefetch((const char*)rows.codes + r * rows.bytes + AHEAD, _MM_HINT_T1);
-            if (bytes > 64) _mm_prefetch((const char*)rows.codes + r * rows.bytes + AHEAD + 64, _MM_HINT_T1);
+            _mm_prefetch((const char*)rows.codes + r * rows.bytes + ahead, _MM_HINT_T1);
+            if (bytes > 64) _mm_prefetch((const char*)rows.codes + r * rows.bytes + ahead + 64, _MM_HINT_T1);
         }
         integer_span<C, S, M, R, Z, T>(rows, x, across, buffer, stride, total);
         buffer += scales_of<S>, rows.codes += bytes, rows.zero += scales_of<S>, x += lines;
