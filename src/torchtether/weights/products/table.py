@@ -65,11 +65,20 @@ TABLE = (
         ("INT4",),
         (torch.bfloat16,),
         True,
-        None,
+        True,
+        24,
+        "EPYC, 1 thread, 1, 8, 16, 24 rows: .10, .45, .68, .83, in blocks from 8 on: .93, .86, .82",
+        blocks=True,
+    ),
+    KernelChoice(
+        "compiled",
+        ("INT4",),
+        (torch.bfloat16,),
+        True,
+        False,
         12,
         "EPYC, 1 thread, 1, 4, 8, 16, 24 rows: .12, .40, .70, 1.05, 1.27, in blocks from 4 on: 1.1, 1.1, 1.07, 1.08;"
-        " groups of 32, 16 and 24: 1.24, 1.50, in blocks 1.6, 1.55; rounded, 1, 8, 16, 24: .10, .45, .68, .83, in"
-        " blocks from 8 on: .93, .86, .82",
+        " groups of 32, 16 and 24: 1.24, 1.50, in blocks 1.6, 1.55",
         blocks=True,
     ),
     KernelChoice(
