@@ -45,7 +45,7 @@ def test_stock_conversions_in_another_thread_do_not_see_ours():
             done.set()
 
     def convert_theirs():
-        while not done.is_set():
+        while not done.is_set() or not flags:  # once at least, also if this thread begins late
             for dtype in (torch.float64, torch.float32):
                 theirs.model.to(dtype)
                 theirs.model.load_state_dict(state)

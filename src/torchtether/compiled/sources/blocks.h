@@ -10,7 +10,7 @@
 
 constexpr int64_t LINES = 3, ACROSS = 16 * LINES;  // rows of codes that are interleaved
 constexpr int64_t DEPTH = 512;                     // bytes of each that are interleaved at once, in the first-level cache
-constexpr int64_t TALL = 8;                        // rows of inputs that are multiplied at once
+constexpr int64_t TALL = 8;                        // rows of inputs that are multiplied at once, half as many for small pieces
 
 // Whether codes minus their zero points are signed bytes.
 inline bool has_bytes(const Layout& L, const Parts& P) {
@@ -145,6 +145,23 @@ inline void multiply(const Line* codes, int64_t steps, const uint8_t* const* row
     (_mm512_storeu_ps(to + 16 * I, scaled(sums[I], scales + I % LINES * 16, BYTES ? before(I) : __m512{})), ...);
 }
 
+// The same of bytes for several pieces of `steps` steps, with their sums in registers from one to the next.
+template <size_t... I>
+inline void multiply_pieces(const Line* codes, int64_t pieces, int64_t steps, const uint8_t* const* rows, bool is_first,
+                            const Line* lows, const float* scales, float* to, std::index_sequence<I...>) {
+    const uint8_t* x[] = {rows[I / LINES]...};
+    __m512 totals[] = {(is_first ? _mm512_setzero_ps() : _mm512_loadu_ps(to + 16 * I))...};
+    for (int64_t k = 0; k < pieces * steps; lows += LINES, scales += ACROSS) {
+        Integers sums[] = {load<Integers>(lows + I % LINES)...};
+        for (const int64_t end = k + steps; k < end; k++, codes += LINES) {
+            const __m512i w[LINES] = {_mm512_loadu_si512(codes), _mm512_loadu_si512(codes + 1), _mm512_loadu_si512(codes + 2)};
+            ((sums[I] = plus_products(sums[I], w[I % LINES], four_at(x[I] + 4 * k))), ...);
+        }
+        ((totals[I] = scaled(sums[I], scales + I % LINES * 16, totals[I])), ...);
+    }
+    (_mm512_storeu_ps(to + 16 * I, totals[I]), ...);
+}
+
 // Rounds to nearest, halves to even, also subnormal numbers, which the instruction for it would flush to 0.
 inline __m256i to_sixteen_bits(__m512 v) {
     const __m512i bits = (__m512i)v, last = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
@@ -231,6 +248,11 @@ template <int C> struct Tile {
     template <int M> void add(int64_t m, int64_t from, int64_t end) {
         const uint8_t* x[M];
         for (int i = 0; i < M; i++) x[i] = in.at(m + i < rows ? m + i : rows - 1) + from;
+        if constexpr (BYTES && M == TALL / 2)
+            if (piece < DEPTH && (end - from) % piece == 0)  // else the last one is smaller
+                return multiply_pieces(codes.data(), (end - from) / piece, piece / 4, x, !from, lows.data(),
+                                       scales.data() + from / piece * ACROSS, &totals[m * ACROSS],
+                                       std::make_index_sequence<M * LINES>());
         for (int64_t k = from; k < end; k += piece) {
             const int64_t steps = (end - k < piece ? end - k : piece) / 4, i = (k - from) / 4 * LINES;
             multiply<BYTES>(&codes[i], steps, x, !k, &lows[(k - from) / piece * LINES], scales.data() + k / piece * ACROSS,
@@ -245,9 +267,11 @@ template <int C> struct Tile {
         for (int64_t from = 0; from < in.bytes; from += DEPTH) {
             const int64_t end = from + DEPTH < in.bytes ? from + DEPTH : in.bytes;
             lay(from, end);
-            for (int64_t m = 0; m < rows; m += TALL)
-                if (rows - m > TALL / 2) add<TALL>(m, from, end);
+            for (int64_t m = 0, some; m < rows; m += some) {
+                some = rows - m > TALL / 2 && piece == DEPTH ? TALL : TALL / 2;
+                if (some == TALL) add<TALL>(m, from, end);
                 else add<TALL / 2>(m, from, end);
+            }
         }
     }
 
