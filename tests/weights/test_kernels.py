@@ -51,12 +51,16 @@ def is_near(got, x, weight, bias=None):
 # -- every kernel, in processes of their own --------------------------------------------------------------------------
 
 
-def _wrong_cases(seed, count, compiler, fast):
-    command = [sys.executable, "-m", "tests.weights.kernel_cases", str(seed), str(count), "1" if fast else "0"]
+def _in_a_process(module, compiler, *arguments):
+    command = [sys.executable, "-m", module, *arguments]
     root = Path(__file__).parents[2]
     paths = os.pathsep.join([str(root / "src"), str(root), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": paths, "TORCHTETHER_COMPILE": compiler}
-    found = subprocess.run(command, cwd=root, capture_output=True, text=True, env=environment)
+    return subprocess.run(command, cwd=root, capture_output=True, text=True, env=environment)
+
+
+def _wrong_cases(seed, count, compiler, fast):
+    found = _in_a_process("tests.weights.kernel_cases", compiler, str(seed), str(count), "1" if fast else "0")
     last = found.stderr.strip().splitlines()[-1:]
     assert found.returncode == 0, f"case {last} ended the process with {found.returncode}"
     return json.loads(found.stdout)
@@ -74,6 +78,14 @@ each_machine = pytest.mark.parametrize(
 @each_machine
 def test_every_kernel_is_right_for_any_shape_stride_offset_and_dtype(compiler, fast):
     assert not _wrong_cases(0, 200, compiler, fast)
+
+
+@needs_compiler
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="protects pages as Linux does")
+def test_no_kernel_reads_beyond_parts_and_inputs():
+    found = _in_a_process("tests.weights.page_ends", "1")
+    assert found.returncode == 0, (found.returncode, found.stderr[-2000:])
+    assert int(found.stdout.split()[-1]) > 1000
 
 
 @pytest.mark.slow
