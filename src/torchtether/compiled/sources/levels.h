@@ -47,9 +47,8 @@ struct FloatInputs {
 
     enum Numbers { SCALE, LOW, AFTER };  // what there is besides
 
-    template <int M, int R> void rows(const Layout& L, const RowOfLevels* own, int64_t m, float*, float (*sums)[4]) const {
+    template <int M, int R> void rows(const Layout& L, const RowOfLevels* own, int64_t m, float*, float* y) const {
         const RowOfLevels& row = *own;
-        float* y = *sums;
         constexpr int A = M == 1 ? 4 : M == 2 ? 2 : 1;
         if (row.has_after && adds_after) row_by<M, A, AFTER>(L, row, m, y);
         else if (L.group < 64) row.has_low ? row_by<M, 1, LOW>(L, row, m, y) : row_by<M, 1, SCALE>(L, row, m, y);
@@ -78,7 +77,7 @@ struct FloatInputs {
         }
         for (int i = 0; i < M; i++) {
             for (int a = 0; a < A && N == AFTER; a++) total[i] += part[i][a];
-            y[i] = sum(total[i]) * L.unit;
+            y[i * TILE] = sum(total[i]) * L.unit;
         }
     }
 
@@ -125,15 +124,16 @@ template <int C, int S, int T> struct SpanInputs {
             }
     }
 
-    template <int M, int R> void rows(const Layout& L, const RowOfLevels* own, int64_t m, float* scratch, float (*y)[4]) const {
+    template <int M, int R> void rows(const Layout& L, const RowOfLevels* own, int64_t m, float* scratch, float* y) const {
         if constexpr (T != FLOATS) {
             const int64_t bytes = R > 1 ? own[1].codes - own->codes : 0, stride = R > 1 ? own[1].scale - own->scale : 0;
             const RowsOfCodes rows = {own->codes, own->scale, own->low, bytes, stride};
             integer_rows<C, S, M, R, false, T>(L, rows, in, m, scratch, y);
         } else {
-            Decoder<C> decoder(L);
-            if (own->has_after) float_row<C, S, M, true>(L, own->codes, own->scale, own->low, own->after, decoder, in, m, *y);
-            else float_row<C, S, M, false>(L, own->codes, own->scale, own->low, own->after, decoder, in, m, *y);
+            const Decoder<C> decoder(L);
+            const auto row = own->has_low ? (own->has_after ? float_row<C, S, M, true, true> : float_row<C, S, M, true, false>)
+                                          : (own->has_after ? float_row<C, S, M, false, true> : float_row<C, S, M, false, false>);
+            row(L, own->codes, own->scale, own->low, own->after, decoder, in, m, y);
         }
     }
 };
@@ -163,17 +163,17 @@ inline float dot(const float* a, const float* b, int64_t count) {
     return sum(even + odd);
 }
 
-// found[r][i] = row r of the R at `own` times row m + i of the inputs, of `some` rows.
+// y[i * TILE + r] = row r of the R at `own` times row m + i of the inputs, of `some` rows.
 template <class Inputs, int R> void some_rows(const Layout& L, const Inputs& in, const RowOfLevels* own, int64_t m, int64_t some,
-                                              float* scratch, float (*found)[4]) {
-    if (some == 4) in.template rows<4, R>(L, own, m, scratch, found);
-    else if (some == 2) in.template rows<2, R>(L, own, m, scratch, found);
-    else in.template rows<1, R>(L, own, m, scratch, found);
+                                              float* scratch, float* y) {
+    if (some == 4) in.template rows<4, R>(L, own, m, scratch, y);
+    else if (some == 2) in.template rows<2, R>(L, own, m, scratch, y);
+    else in.template rows<1, R>(L, own, m, scratch, y);
 }
 
 template <class Inputs> void levels_linear(const Layout& given, const Parts& P, const void* x, int64_t rows, int64_t stride,
                                            int dtype, const void* bias, void* out) {
-    constexpr int64_t TILE = 16, SCRATCH = 4 * Inputs::AT_ONCE;
+    constexpr int64_t SCRATCH = 4 * Inputs::AT_ONCE;
     Layout L = given;  // of the levels
     if (!Inputs::in_place) L.row_bytes = L.columns;
     const Inputs in(L, x, rows, stride, dtype);
@@ -198,53 +198,57 @@ template <class Inputs> void levels_linear(const Layout& given, const Parts& P, 
         uint8_t* codes = (uint8_t*)(numbers + 3 * tile * in.wide);
         RowOfLevels own[TILE];
         const int64_t first = t * tile, count = first + tile < L.rows ? tile : L.rows - first;
-        const int64_t used = (in.count + LANES - 1) / LANES * LANES;  // numbers of a row
         const int64_t groups = L.groups;  // this and these of our own: compilers read again what others' writes may reach
-        const bool lifts = is_lifted, writes = adds, moves = !are_filled, shifts = is_shifted;
+        const bool lifts = is_lifted, writes = adds, moves = !are_filled, shifts = is_shifted, pieces = is_piece;
+        const I lanes = {0, 1, 2, 3, 4, 5, 6, 7};
         const F steps = all(step), per = all(per_step), up = all(lift), unit = all(L.unit);
         for (int64_t i = 0; i < count; i++) {
-            RowAt at(L, first + i);
-            at.groups *= count - i < at_once ? count - i : at_once;
-            if (i % at_once == 0) parts.fill(given, P, first + i, at);
-            const int64_t from = i % at_once * groups;
+            if (i == 0 || !pieces) {
+                RowAt at(L, first + i);
+                if (pieces) at.groups *= count;
+                parts.fill(given, P, first + i, at);
+            }
+            const int64_t from = pieces ? i * groups : 0;
             float *scale = numbers + 3 * i * in.wide, *low = scale + in.wide, *after = low + in.wide;
             float *by = in.each == 1 ? scale : scratch, *less = by + in.wide, *add = less + in.wide;
             for (int64_t g = 0; g < groups && moves; g += LANES) {
-                const F s = load<F>(parts.scale + from + g), stepped = s * steps;
-                memcpy(by + g, &stepped, sizeof stepped);
+                const I own = lanes < I{} + (int32_t)(groups - g);  // after them 0, and not the numbers of the next row
+                const auto put = [own, g](F v, float* to) {
+                    const I kept = (I)v & own;
+                    memcpy(to + g, &kept, sizeof kept);
+                };
+                const F s = load<F>(parts.scale + from + g);
+                put(s * steps, by);
                 F moved = load<F>(parts.after + from + g);
                 if (lifts) {
-                    const F lifted = load<F>(parts.before + from + g) + up, units = lifted * per;
-                    if (Inputs::adds_low) memcpy(less + g, &units, sizeof units);
+                    const F lifted = load<F>(parts.before + from + g) + up;
+                    if (Inputs::adds_low) put(lifted * per, less);
                     else moved += lifted * s * unit;
                 }
-                if (writes) memcpy(add + g, &moved, sizeof moved);
+                if (writes) put(moved, add);
             }
             if (!moves) scale = parts.scale + from, low = parts.before + from, after = parts.after + from;
             else if (in.each > 1) {
                 spread(by, in.each, in.count, scale);
                 if (is_lifted && Inputs::adds_low) spread(less, in.each, in.count, low);
                 if (adds) spread(add, in.each, in.count, after);
-            } else
-                for (int64_t g = groups; g < used; g++) scale[g] = low[g] = after[g] = 0;  // not those of the next row
+            }
             const uint8_t* lie = (const uint8_t*)P.codes + (first + i) * given.row_bytes;
             uint8_t* to = codes + i * bytes;
             if (flips) copy_flipped(lie, L.columns, to), lie = to;
-            else if (!is_there) lie = StreamRow::unpack(given, P, first + i, at, levels_of(L), to);
+            else if (!is_there) lie = StreamRow::unpack(given, P, first + i, RowAt(L, first + i), levels_of(L), to);
             own[i] = {lie, scale, low, after, is_lifted, has_after(L)};
         }
-        float y[4][TILE], found[Inputs::AT_ONCE][4];
+        float y[4][TILE];
         for (int64_t m = 0, some; m < rows; m += some) {
             some = rows - m >= 4 ? 4 : rows - m >= 2 ? 2 : 1;
             for (int64_t i = 0, taken; i < count; i += taken) {
                 taken = count - i >= Inputs::AT_ONCE ? Inputs::AT_ONCE : 1;
-                if (taken == 1) some_rows<Inputs, 1>(L, in, own + i, m, some, scratch, found);
-                else some_rows<Inputs, Inputs::AT_ONCE>(L, in, own + i, m, some, scratch, found);
-                for (int64_t r = 0; r < taken; r++)
-                    for (int64_t j = 0; j < some; j++) {
-                        y[j][i + r] = found[r][j];
-                        if (shifts) y[j][i + r] += dot(own[i + r].after, in.sums.data() + (m + j) * in.wide, in.count);
-                    }
+                if (taken == 1) some_rows<Inputs, 1>(L, in, own + i, m, some, scratch, *y + i);
+                else some_rows<Inputs, Inputs::AT_ONCE>(L, in, own + i, m, some, scratch, *y + i);
+                for (int64_t r = 0; r < taken && shifts; r++)
+                    for (int64_t j = 0; j < some; j++)
+                        y[j][i + r] += dot(own[i + r].after, in.sums.data() + (m + j) * in.wide, in.count);
             }
             for (int64_t j = 0; j < some; j++) put_some(dtype, y[j], count, bias, first, out, (m + j) * L.rows + first);
         }

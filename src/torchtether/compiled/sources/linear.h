@@ -6,58 +6,62 @@
 #include "rows.h"
 #include "float_rows.h"
 
-template <int C, int S, int M, int R, int T> void fast_rows(const Layout& L, const RowsOfCodes& rows, Decoder<C>& decoder,
-                                                          const Spans& in, int64_t m, float* scratch, float (*y)[4]) {
-    constexpr bool always = T == BYTES && C == INT4;  // there are zero points
+// y[m * TILE + n] = row n of the `count` rows of codes times row `from + m` of the M rows of inputs.
+template <int C, int S, int M, bool Z, int T> void fast_rows(const Layout& L, const RowsOfCodes& rows, int64_t count,
+                                                          const Decoder<C>& decoder, const Spans& in, int64_t from,
+                                                          float* scratch, float* y) {
+    // One row of inputs waits for the memory of bytes, which comes faster for one row of codes at a time.
+    constexpr int R = T != FLOATS && (M > 1 || is_nibbled(C)) ? TOGETHER : 1;
+    const auto row = [&](int64_t n) {
+        const int64_t at = n * rows.stride;
+        return RowsOfCodes{rows.codes + n * rows.bytes, rows.scale + at, rows.zero + at, rows.bytes, rows.stride};
+    };
     if constexpr (T == FLOATS)
-        for (int r = 0; r < R; r++) {
-            const float *zero = rows.zero + r * rows.stride, *scale = rows.scale + r * rows.stride;
-            float_row<C, S, M, false>(L, rows.codes + r * rows.bytes, scale, zero, zero, decoder, in, m, y[r]);
+        for (int64_t n = 0; n < count; n++) {
+            const RowsOfCodes own = row(n);
+            float_row<C, S, M, Z, false>(L, own.codes, own.scale, own.zero, own.zero, decoder, in, from, y + n);
         }
-    else if (always || L.zero >= 0 || L.offset != 0) integer_rows<C, S, M, R, true, T>(L, rows, in, m, scratch, y);
-    else integer_rows<C, S, M, R, always, T>(L, rows, in, m, scratch, y);
+    else {
+        int64_t n = 0;
+        for (; n + R <= count; n += R) integer_rows<C, S, M, R, Z, T>(L, row(n), in, from, scratch, y + n);
+        if (n < count) integer_rows<C, S, M, 1, Z, T>(L, row(n), in, from, scratch, y + n);
+    }
 }
 
-template <int C, int S, int R, int T> void fast_rows(const Layout& L, const RowsOfCodes& rows, Decoder<C>& decoder,
-                                                   const Spans& in, int64_t m, int64_t some, float* scratch, float (*y)[4]) {
-    if (some == 4) fast_rows<C, S, 4, R, T>(L, rows, decoder, in, m, scratch, y);
-    else if (some == 2) fast_rows<C, S, 2, R, T>(L, rows, decoder, in, m, scratch, y);
-    else fast_rows<C, S, 1, R, T>(L, rows, decoder, in, m, scratch, y);
+template <int C, int S, bool Z, int T> void fast_rows(const Layout& L, const RowsOfCodes& rows, int64_t count,
+                                                    const Decoder<C>& decoder, const Spans& in, int64_t from, int64_t some,
+                                                    float* scratch, float* y) {
+    if (some == 4) fast_rows<C, S, 4, Z, T>(L, rows, count, decoder, in, from, scratch, y);
+    else if (some == 2) fast_rows<C, S, 2, Z, T>(L, rows, count, decoder, in, from, scratch, y);
+    else fast_rows<C, S, 1, Z, T>(L, rows, count, decoder, in, from, scratch, y);
 }
 
 // BYTES: codes are multiplied with one byte of each input instead of two.
 template <int C, int S, int T> void fast_linear(const Layout& L, const Parts& P, const void* x, int64_t rows, int64_t stride,
                                         int dtype, const void* bias, void* out) {
-    constexpr int64_t TILE = 16;  // rows of codes, so that many rows of inputs are read from the cache
     constexpr int64_t most = WIDE_ROWS && T == FLOATS ? 2 : 4;  // more rows of floats do not stay in the nearest cache
+    constexpr bool may = is_integer(C), always = T == BYTES && C == INT4;  // have zero points
     const Spans in = Spans::of<C, S, T>(L, x, dtype, rows, stride);
-    const int64_t count = in.spans * scales_of<S>, each = in.stride;
-    const bool is_much = L.rows > 1 && rows * L.rows * L.columns > 65536;
-    const int64_t tile = L.rows >= 256 || !is_much ? TILE : 1;  // few rows are shared between threads one by one
-    in_threads(L.rows, tile, is_much, [&](Shares& shares) {
-        Buffer s(buffer_size(L)), z(buffer_size(L)), scratch(4 * TOGETHER * in.stride + LANES);
+    const int64_t count = S == WHOLE ? 1 : in.spans * scales_of<S>, each = S == WHOLE ? 1 : in.stride;
+    const bool is_much = L.rows > 1 && rows * L.rows * L.columns > 65536, has_zeros = L.zero >= 0 || L.offset != 0;
+    const int64_t tile = L.rows >= 256 || !is_much ? TILE : L.rows >= 64 ? 4 : 1;  // few rows are shared between threads
+    const int64_t share = share_of(L.rows, is_much) / tile * tile;
+    in_threads(L.rows, share > tile ? share : tile, is_much, [&](Shares& shares) {
+        Buffer s(tile * L.groups + LANES), z(tile * L.groups + LANES), scratch(4 * TOGETHER * in.stride + LANES);
         Buffer scales(tile * each + LANES), zeros(tile * each + LANES, -L.offset);
-        Decoder<C> decoder(L);
-        alignas(64) float y[4][TILE];
+        const Decoder<C> decoder(L);
+        alignas(64) float y[4 * TILE];
         for (int64_t start, stop; shares.take(&start, &stop);) for (int64_t first = start; first < stop; first += tile) {
             const int64_t end = first + tile < stop ? first + tile : stop;
             const float* lie = scales_of_rows<S>(L, P, first, end - first, count, each, s.data(), z.data(), scales.data(),
                                                  zeros.data());
+            const RowsOfCodes own = {(const uint8_t*)P.codes + first * L.row_bytes, lie, zeros.data(), L.row_bytes, each};
             for (int64_t m = 0, some; m < rows; m += some) {
                 some = rows - m >= 4 && most == 4 ? 4 : rows - m >= 2 ? 2 : 1;
-                for (int64_t n = first, taken; n < end; n += taken) {
-                    // One row of inputs waits for the memory of bytes, which comes faster for one row of codes at a time.
-                    taken = end - n >= TOGETHER && (some > 1 || is_nibbled(C)) ? TOGETHER : 1;
-                    const int64_t at = (n - first) * each;
-                    const uint8_t* codes = (const uint8_t*)P.codes + n * L.row_bytes;
-                    const RowsOfCodes own = {codes, lie + at, &zeros[at], L.row_bytes, each};
-                    float sums[TOGETHER][4];
-                    if (taken == TOGETHER) fast_rows<C, S, TOGETHER, T>(L, own, decoder, in, m, some, scratch.data(), sums);
-                    else fast_rows<C, S, 1, T>(L, own, decoder, in, m, some, scratch.data(), sums);
-                    for (int64_t r = 0; r < taken; r++)
-                        for (int64_t i = 0; i < some; i++) y[i][n - first + r] = sums[r][i];
-                }
-                for (int64_t i = 0; i < some; i++) put_some(dtype, y[i], end - first, bias, first, out, (m + i) * L.rows + first);
+                if (always || has_zeros) fast_rows<C, S, may, T>(L, own, end - first, decoder, in, m, some, scratch.data(), y);
+                else fast_rows<C, S, always, T>(L, own, end - first, decoder, in, m, some, scratch.data(), y);
+                for (int64_t i = 0; i < some; i++)
+                    put_some(dtype, y + i * TILE, end - first, bias, first, out, (m + i) * L.rows + first);
             }
         }
     });
@@ -68,12 +72,15 @@ template <int C, int S> void fast_linear(const Layout& L, const Parts& P, const 
     if constexpr (C == INT4 || (WIDE_ROWS && is_integer(C))) {
         if (L.activations) return fast_linear<C, S, BYTES>(L, P, x, rows, stride, dtype, bias, out);
     }
+    if constexpr (WIDE_ROWS && is_integer(C)) {
+        if (dtype == FLOAT32 && !L.activations) return fast_linear<C, S, FLOATS>(L, P, x, rows, stride, dtype, bias, out);
+    }
     fast_linear<C, S, is_integer(C) ? WORDS : FLOATS>(L, P, x, rows, stride, dtype, bias, out);
 }
 
-// Inputs of float32 are not fixed point unless that is asked for.
+// Inputs of float32 are not fixed point unless that is asked for: levels.h has integers with AVX2.
 template <int C> bool is_fast(const Layout& L, int dtype) {
-    if (is_integer(C) && dtype == FLOAT32 && !L.activations) return false;
+    if (!WIDE_ROWS && is_integer(C) && dtype == FLOAT32 && !L.activations) return false;
     return L.group >= L.columns || L.group % SPAN == 0 || L.group == 64 || L.group == 32;
 }
 

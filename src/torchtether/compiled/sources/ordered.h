@@ -6,7 +6,7 @@
 // cost, and a vector holds the sums of rows:
 //     y[8 rows] = sum over groups of scale[8 rows] * (sum over the columns of the group of (code + before)[8 rows] * x)
 
-constexpr int TILE = 8, VECTORS = TILE / LANES;  // rows of codes
+constexpr int STACK = 8, VECTORS = STACK / LANES;  // rows of codes that are interleaved
 
 // Columns sorted by the groups that they name.
 struct Order {
@@ -21,13 +21,13 @@ struct Order {
     }
 };
 
-// to[TILE * k + i] = codes[i * step + k]; reads whole vectors of each row.
+// to[STACK * k + i] = codes[i * step + k]; reads whole vectors of each row.
 inline void interleave(const uint8_t* codes, int64_t step, int64_t count, uint8_t* to) {
     int64_t k = 0;
 #if defined(__AVX2__)
-    for (; k < count; k += 16, to += 16 * TILE) {
-        __m128i v[TILE], w[TILE];
-        for (int i = 0; i < TILE; i++) v[i] = load<__m128i>(codes + i * step + k);
+    for (; k < count; k += 16, to += 16 * STACK) {
+        __m128i v[STACK], w[STACK];
+        for (int i = 0; i < STACK; i++) v[i] = load<__m128i>(codes + i * step + k);
         for (int i = 0; i < 4; i++) w[i] = _mm_unpacklo_epi8(v[2 * i], v[2 * i + 1]), w[i + 4] = _mm_unpackhi_epi8(v[2 * i], v[2 * i + 1]);
         for (int i = 0; i < 8; i += 2) v[i] = _mm_unpacklo_epi16(w[i], w[i + 1]), v[i + 1] = _mm_unpackhi_epi16(w[i], w[i + 1]);
         for (int i = 0; i < 8; i += 4)  // columns 0 1, 2 3, 4 5, 6 7 of each half
@@ -38,23 +38,23 @@ inline void interleave(const uint8_t* codes, int64_t step, int64_t count, uint8_
     }
 #endif
     for (; k < count; k++)
-        for (int i = 0; i < TILE; i++) *to++ = codes[i * step + k];
+        for (int i = 0; i < STACK; i++) *to++ = codes[i * step + k];
 }
 
 template <int C, int M, int A> inline void add_columns(const uint8_t* codes, const int32_t* columns, const F* low, const float* x,
                                                        int64_t stride, F (*sums)[2][VECTORS]) {
     for (int a = 0; a < A; a++)
         for (int v = 0; v < VECTORS; v++) {
-            const F level = values<C>(codes + TILE * columns[a] + LANES * v) + low[v];
+            const F level = values<C>(codes + STACK * columns[a] + LANES * v) + low[v];
             for (int m = 0; m < M; m++) sums[m][a][v] = fma(level, all(x[m * stride + a]), sums[m][a][v]);
         }
 }
 
-// y[TILE * m + i] = row i of the tile times row m of x, whose columns are sorted; scales and `before` by group and row.
+// y[STACK * m + i] = row i of the tile times row m of x, whose columns are sorted; scales and `before` by group and row.
 template <int C, int M> void tile_dots(const Layout& L, const Order& order, const uint8_t* codes, const float* scale,
                                        const float* before, const float* x, float* y) {
     F total[M][VECTORS] = {};
-    for (int64_t g = 0, k = 0; g < L.groups; g++, scale += TILE, before += TILE) {
+    for (int64_t g = 0, k = 0; g < L.groups; g++, scale += STACK, before += STACK) {
         const int64_t end = order.ends[g];
         F sums[M][2][VECTORS] = {}, low[VECTORS];
         for (int v = 0; v < VECTORS; v++) low[v] = load<F>(before + LANES * v);
@@ -68,35 +68,35 @@ template <int C, int M> void tile_dots(const Layout& L, const Order& order, cons
     for (int m = 0; m < M; m++)
         for (int v = 0; v < VECTORS; v++) {
             const F by = total[m][v] * all(L.unit);
-            memcpy(y + TILE * m + LANES * v, &by, sizeof by);
+            memcpy(y + STACK * m + LANES * v, &by, sizeof by);
         }
 }
 
 template <int C> void ordered_linear_of(const Layout& L, const Parts& P, const Order& order, const float* x, int64_t rows,
                                         int dtype, const void* bias, void* out) {
-    const int64_t bytes = StreamRow::bytes(L), codes_size = TILE * bytes / 4, numbers = TILE * L.groups;
-    const int64_t size = RowParts::size(L) + 2 * numbers + codes_size + TILE * (L.columns + 16) / 4;
+    const int64_t bytes = StreamRow::bytes(L), codes_size = STACK * bytes / 4, numbers = STACK * L.groups;
+    const int64_t size = RowParts::size(L) + 2 * numbers + codes_size + STACK * (L.columns + 16) / 4;
     const auto make = [&] { return RowParts::buffer(L, size); };
-    over((L.rows + TILE - 1) / TILE, rows * L.rows * L.columns > 65536, make, [&](Buffer& buffer, int64_t t) {
+    over((L.rows + STACK - 1) / STACK, rows * L.rows * L.columns > 65536, make, [&](Buffer& buffer, int64_t t) {
         RowParts parts(L, buffer.data());
         float *scale = buffer.data() + RowParts::size(L), *before = scale + numbers;
-        uint8_t *codes = (uint8_t*)(before + numbers), *tile = codes + TILE * bytes;
-        const int64_t first = t * TILE, count = L.rows - first < TILE ? L.rows - first : TILE;
+        uint8_t *codes = (uint8_t*)(before + numbers), *tile = codes + STACK * bytes;
+        const int64_t first = t * STACK, count = L.rows - first < STACK ? L.rows - first : STACK;
         for (int64_t i = 0; i < count; i++) {
             const RowAt at(L, first + i);
             parts.fill(L, P, first + i, at);
-            for (int64_t g = 0; g < L.groups; g++) scale[TILE * g + i] = parts.scale[g], before[TILE * g + i] = parts.before[g];
+            for (int64_t g = 0; g < L.groups; g++) scale[STACK * g + i] = parts.scale[g], before[STACK * g + i] = parts.before[g];
             StreamRow::unpack(L, P, first + i, at, nullptr, codes + i * bytes);
         }
         interleave(codes, bytes, L.columns, tile);
-        float y[4 * TILE];
+        float y[4 * STACK];
         for (int64_t m = 0, some; m < rows; m += some) {
             some = rows - m >= 4 ? 4 : rows - m >= 2 ? 2 : 1;
             const float* from = x + m * L.columns;
             if (some == 4) tile_dots<C, 4>(L, order, tile, scale, before, from, y);
             else if (some == 2) tile_dots<C, 2>(L, order, tile, scale, before, from, y);
             else tile_dots<C, 1>(L, order, tile, scale, before, from, y);
-            for (int64_t j = 0; j < some; j++) put_some(dtype, y + TILE * j, count, bias, first, out, (m + j) * L.rows + first);
+            for (int64_t j = 0; j < some; j++) put_some(dtype, y + STACK * j, count, bias, first, out, (m + j) * L.rows + first);
         }
     });
 }

@@ -3,8 +3,8 @@
 // kernels.cpp includes this in its own namespace. It takes 128 columns at a time, a
 // *span*, and scales over whole rows, over a multiple of 128 columns, or over 64 or 32; all else is left to kernels.cpp.
 // The numbers are those that kernels.cpp describes: integers are multiplied with inputs of 16 bits, in sums of integers
-// for the columns under one scale, a *piece* (rows_avx2.h, rows_avx512.h); tables, float8, and 4-bit integers where inputs
-// are float32, in float32 (float_rows.h).
+// for the columns under one scale, a *piece* (rows_avx2.h, rows_avx512.h); tables, float8, and integers where inputs are
+// float32, in float32 (float_rows.h).
 
 constexpr int64_t SPAN = 128;
 enum Scales { WHOLE, WIDE, G64, G32, G16 };  // columns under one scale: all, a multiple of SPAN, 64, 32, 16
@@ -24,8 +24,8 @@ struct alignas(64) Line { uint8_t bytes[64]; };
 // Rows of codes: the scales of their spans, and what is added to codes, their zero points negated.
 struct RowsOfCodes {
     const uint8_t* codes;
-    const float *scale, *zero;
-    int64_t bytes, stride;  // from one row to the next, of codes and of the others
+    const float *scale, *zero;  // one of each where scales are WHOLE
+    int64_t bytes, stride;      // from one row to the next, of codes and of the others
 };
 
 #if WIDE_ROWS
@@ -140,12 +140,22 @@ template <int64_t BYTES> struct alignas(64) Rest {
     void fill(const uint8_t* from, int64_t count) { put_rest<BYTES>(from, count, bytes); }
 };
 
-// Returns the scales of `rows` rows from n for each scale of their spans, `count` of them, and those of the next row `stride`
-// further: in `scale`, or where they lie. `zero` gets their zero points negated. `s` and `z` have space for a row.
+// Writes `count` values, and zeros up to a whole vector; reads whole vectors.
+inline void put_padded(const float* values, int64_t count, float* to) {
+    const I lanes = {0, 1, 2, 3, 4, 5, 6, 7};
+    for (int64_t k = 0; k < count; k += LANES) {
+        const I v = load<I>(values + k) & (lanes < I{} + (int32_t)(count - k));
+        memcpy(to + k, &v, sizeof v);
+    }
+}
+
+// Returns the scales of `rows` rows from n for each scale of their spans, `count` of them (one where they are WHOLE), and those of
+// the next row `stride` further: in `scale`, or where they lie. `zero` gets their zero points negated. `s` and `z` have space for
+// TILE rows of groups.
 template <int S> const float* scales_of_rows(const Layout& L, const Parts& P, int64_t n, int64_t rows, int64_t count,
                                              int64_t stride, float* s, float* z, float* scale, float* zero) {
-    const int64_t each = S == WHOLE ? count : S == WIDE ? L.group / SPAN : 1;
-    if (each == 1 && L.height == 1 && L.groups == stride && !L.global_scale && L.scale <= FLOAT16) {  // as they lie
+    const int64_t each = S == WIDE ? L.group / SPAN : 1, groups = L.groups;
+    if (each == 1 && L.height == 1 && groups == stride && !L.global_scale && L.scale <= FLOAT16) {  // as they lie
         const int64_t at = n * stride;
         if (L.scale == BFLOAT16) copy_scales<BFLOAT16>(P.scale, at, rows * stride, scale);
         else if (L.scale == FLOAT16) copy_scales<FLOAT16>(P.scale, at, rows * stride, scale);
@@ -153,19 +163,26 @@ template <int S> const float* scales_of_rows(const Layout& L, const Parts& P, in
         else if (L.zero == UNSIGNED) negated_zeros<false>(P.zero, at, rows * stride, L.offset, zero);
         return L.scale == FLOAT32 ? (const float*)P.scale + at : scale;
     }
-    for (int64_t r = 0; r < rows; r++) {
-        row_scales(L, P, n + r, s, z);
-        spread(s, each, count, scale + r * stride);
-        if (L.zero >= 0) spread(z, each, count, zero + r * stride);
-    }
+    if (L.height == 1) scales_at(L, P, n * groups, rows * groups, s, z);
+    else for (int64_t r = 0; r < rows; r++) row_scales(L, P, n + r, s + r * groups, z + r * groups);
+    const auto move = [=](const float* values, float* to) {
+        if (stride == 1) memcpy(to, values, rows * 4);
+        else for (int64_t r = 0; r < rows; r++, values += groups, to += stride) {
+            if (each == 1) put_padded(values, groups, to);
+            else spread(values, each, count, to);
+        }
+    };
+    move(s, scale);
+    if (L.zero >= 0) move(z, zero);
     return scale;
 }
 
-// y[r][m] = row r of R rows of codes times row `from + m` of the inputs. `buffer` is for M * R rows of scales. Places in arrays
-// are one pointer and a distance: compilers keep arrays of pointers in memory.
-template <int C, int S, int M, int R, bool Z, int T> void integer_rows(const Layout& L, RowsOfCodes rows, const Spans& in,
-                                                                  int64_t from, float* buffer, float (*y)[4]) {
+// y[m * TILE + r] = row r of R rows of codes times row `from + m` of the inputs. `buffer` is for M * R rows of scales. Places
+// in arrays are one pointer and a distance: compilers keep arrays of pointers in memory.
+template <int C, int S, int M, int R, bool Z, int T> void integer_rows(const Layout& L, const RowsOfCodes& given, const Spans& in,
+                                                                  int64_t from, float* buffer, float* y) {
     constexpr int64_t bytes = is_nibbled(C) ? SPAN / 2 : SPAN;
+    RowsOfCodes rows = {given.codes, given.scale, given.zero, given.bytes, given.stride};  // in registers
     const uint8_t* x = in.at(from);
     V total[M * R];
 #pragma GCC unroll 8
@@ -173,7 +190,7 @@ template <int C, int S, int M, int R, bool Z, int T> void integer_rows(const Lay
         const float *units = in.units_at(from + i / R), *scale = rows.scale + i % R * rows.stride;
         total[i] = V{};
         for (int64_t k = 0; k < in.stride; k += LANES) {
-            const F v = load<F>(scale + k) * load<F>(units + k);
+            const F v = (S == WHOLE ? all(*scale) : load<F>(scale + k)) * load<F>(units + k);
             memcpy(buffer + i * in.stride + k, &v, sizeof v);
         }
     }
@@ -185,7 +202,7 @@ template <int C, int S, int M, int R, bool Z, int T> void integer_rows(const Lay
             if (bytes > 64) _mm_prefetch((const char*)rows.codes + r * rows.bytes + ahead + 64, _MM_HINT_T1);
         }
         integer_span<C, S, M, R, Z, T>(rows, x, across, buffer, stride, total);
-        buffer += scales_of<S>, rows.codes += bytes, rows.zero += scales_of<S>, x += lines;
+        buffer += scales_of<S>, rows.codes += bytes, rows.zero += S == WHOLE ? 0 : scales_of<S>, x += lines;
     }
     if (whole < in.spans) {
         Rest<bytes> rest[R];
@@ -194,5 +211,5 @@ template <int C, int S, int M, int R, bool Z, int T> void integer_rows(const Lay
         integer_span<C, S, M, R, Z, T>(rows, x, across, buffer, stride, total);
     }
 #pragma GCC unroll 8
-    for (int i = 0; i < M * R; i++) y[i % R][i / R] = sum(total[i]) * L.unit;
+    for (int i = 0; i < M * R; i++) y[i / R * TILE + i % R] = sum(total[i]) * L.unit;
 }

@@ -6,15 +6,14 @@
 // bytes; in this order:
 //     INT4: of the even columns of a span, then of the odd ones
 //     INT8, UINT8: column by column
-//     all other codes, and INT4 as FLOATS: float32; 4-bit codes: of 32 columns the even ones, then the odd ones
+//     all other codes, and INT4 as FLOATS: float32; 4-bit codes: of a span every eighth column, from the first, the second ...
 
 typedef float V __attribute__((vector_size(64)));  // of sums
 constexpr int TOGETHER = 2;  // rows of codes that are multiplied together
 
 // How many columns are summed before scales are applied, one for each lane.
 template <int C, int S, int T>
-constexpr int64_t piece_of = T != FLOATS && (C == INT4 || S == WHOLE || S == WIDE) ? SPAN
-                             : T != FLOATS || S == G64 ? 64 : S == G32 ? 32 : S == G16 ? 16 : SPAN;
+constexpr int64_t piece_of = is_nibbled(C) || S == WHOLE || S == WIDE ? SPAN : T != FLOATS || S == G64 ? 64 : S == G32 ? 32 : 16;
 
 inline V every(float x) { return (V)_mm512_set1_ps(x); }
 inline V fma(V a, V b, V c) { return (V)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
@@ -75,9 +74,8 @@ template <int C, int S, int T> inline void place(const int16_t* words, uint8_t* 
 }
 
 inline void place_floats(const float* natural, float* to) {
-    for (int64_t block = 0; block < SPAN; block += 32)
-        for (int64_t odd = 0; odd < 2; odd++)
-            for (int64_t i = 0; i < 32; i += 2) *to++ = natural[block + i + odd];
+    for (int64_t i = 0; i < 8; i++)
+        for (int64_t k = i; k < SPAN; k += 8) *to++ = natural[k];
 }
 
 template <int C> inline V sums_at(const uint8_t* p) {
@@ -184,15 +182,17 @@ template <int C> struct Decoder {
         return C == E4M3 && !_mm256_testz_si256(is_nan, is_nan);
     }
 
-    static constexpr int64_t STEP = C == INT8 ? 16 : 32;  // columns
+    static constexpr int64_t STEP = is_nibbled(C) ? SPAN : is_integer(C) ? 16 : 32;  // columns
 
     // STEP codes as vectors of values, float8 in units of 2**8.
     inline void operator()(const uint8_t* codes, V* out) {
-        if constexpr (C == INT8) {
-            *out = (V)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)codes)));
+        if constexpr (C == INT8 || C == UINT8) {
+            const __m128i c = _mm_loadu_si128((const __m128i*)codes);
+            *out = (V)_mm512_cvtepi32_ps(C == INT8 ? _mm512_cvtepi8_epi32(c) : _mm512_cvtepu8_epi32(c));
         } else if constexpr (is_nibbled(C)) {
-            const __m512i c = kept(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)codes)));  // 4 bits are looked at
-            out[0] = (V)_mm512_permutexvar_ps(c, table), out[1] = (V)_mm512_permutexvar_ps(_mm512_srli_epi32(c, 4), table);
+            const __m512i c = kept(line(codes));
+#pragma GCC unroll 8
+            for (int i = 0; i < 8; i++) out[i] = (V)_mm512_permutexvar_ps(_mm512_srli_epi32(c, 4 * i), table);  // by 4 bits
         } else {
             const __m256i c = _mm256_loadu_si256((const __m256i*)codes);
             __m512i halves;

@@ -22,6 +22,8 @@ typedef uint16_t H __attribute__((vector_size(WIDTH / 2)));
 // A block of columns is 8 vectors of float32, in 4-bit codes one vector of bytes.
 constexpr int64_t LANES = WIDTH / 4, PLANES = 8, BLOCK = LANES * PLANES;
 
+constexpr int64_t TILE = 16;  // rows of codes taken in turn, so that many rows of inputs are read from the cache
+
 template <class V> inline V load(const void* p) { V v; memcpy(&v, p, sizeof v); return v; }
 
 inline F all(float x) {  // F{} + x would add: -0.0 + 0.0 is not -0.0
