@@ -195,8 +195,8 @@ TABLE = (
         None,
         16,
         "AVX2, int8, batch 1, 4, 16, of dense: 4096 x 4096 .4, .2, .6; decoding first 6 to 20; EPYC of family 23, 1"
-        " thread, batch 1: int8 .62, int4 .70, nf4 .70, fp8 .68, Q8_0 .84, Q4_1 .98, Q4_K 1.0, Q6_K 1.6; family 26: nf4"
-        " .12, int8, int4 .17, fp8, Q8_0 .24, Q4_1 .30, Q4_K .34, Q6_K .60",
+        " thread, batch 1: int8 .62, int4 .70, nf4 .70, fp8 .68, Q8_0 .84, Q4_1 .98, Q4_K 1.0, Q6_K 1.6; family 26, 2"
+        " threads: nf4 .05, int8 .06, int4, Q4_1 .08, fp8, Q8_0 .09; before, 1 thread: Q4_K .34, Q6_K .60",
         elements=1 << 20,
     ),
     KernelChoice(
@@ -209,7 +209,7 @@ TABLE = (
         "AVX2, int8, batch 1, 4, of dense: 576 x 576 .7, .5, 1536 x 576 .7; decoding first: 576 x 576 4.5, 2.4."
         " Batch 16: 1.2, decoding first 2.6; small layers keep their bits there. EPYC of family 23, 1 thread, batch 1,"
         " 576 x 576: int8 1.6, int4, nf4, fp8, Q8_0 2.1 to 2.3, Q4_1 2.8, Q4_K 3.6: dense reads from the cache. Family"
-        " 26: nf4, int8 .9, int4 1.0, fp8, Q8_0 1.2, Q4_1 1.4, Q4_K 2.0",
+        " 26, 2 threads, 576 x 576: int8 .45, Q8_0, nf4 .54, int4, fp8 .57, Q4_1 .66; 1536 x 576: int8 .28 to Q4_1 .48",
     ),
     # without the compiled module
     KernelChoice(
