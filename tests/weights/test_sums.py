@@ -107,7 +107,7 @@ def test_float32_products_lose_nothing_where_values_are_nearly_0(bits, columns):
     assert (off <= 2.0**-19 * F.linear(x.double().abs(), values.abs()) + 2.0**-40).all()
 
 
-@pytest.mark.parametrize("columns", [608, 384])
+@pytest.mark.parametrize("columns", [608, 576, 384])
 @pytest.mark.parametrize("dtype", UNIT, ids=str)
 @pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
 def test_a_scale_or_bias_that_is_not_finite_stays_in_its_row(scheme, dtype, columns):
