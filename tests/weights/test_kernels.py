@@ -369,6 +369,25 @@ def test_small_weights_are_multiplied_as_large_ones_are(row):
                 assert is_near(F.linear(x, weight, bias), x, weight, bias)
 
 
+@needs_compiler
+@each_laid_out
+def test_the_number_of_threads_changes_no_product(row):
+    """Threads share few, some and many rows of a weight in different ways."""
+    threads = torch.get_num_threads()
+    for rows, columns in ((9, 8192), (77, 1312), (300, 608)):
+        weight, x = weight_of(row.scheme, rows, columns), rand(3, columns).bfloat16()
+        found = []
+        try:
+            for count in (1, 2, 5):
+                torch.set_num_threads(count)
+                with torch.no_grad():
+                    found += [torch.cat((F.linear(x, weight), F.linear(x[:1], weight)))]
+        finally:
+            torch.set_num_threads(threads)
+        assert is_near(found[0], torch.cat((x, x[:1])), weight)
+        assert all(torch.equal(found[0], other) for other in found[1:])
+
+
 # -- what stands in the way is left to the general path ---------------------------------------------------------------
 
 
