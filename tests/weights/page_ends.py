@@ -13,7 +13,7 @@ import torchtether as tt
 from tests.catalog import SCHEMES
 
 PAGE, NO_ACCESS, READ_AND_WRITE = mmap.PAGESIZE, 0, 3
-SHAPES = ((5, 256), (3, 96), (33, 608), (300, 1312))
+SHAPES = ((5, 256), (3, 96), (7, 488), (33, 608), (300, 1312))
 LIBC = ctypes.CDLL(None)
 LIBC.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 

@@ -30,7 +30,7 @@ template <int M, int A> inline void gather_sums(V (*sums)[A], V* out) {
 // How `float_row` adds up, with scales S for M rows of inputs.
 template <int C, int S, int M, bool Z, bool G> struct Sums {
     static constexpr bool adds = is_integer(C) && (Z || LIFT != 0), is_scaled = S != WHOLE && !G;  // scaled piece by piece
-    static constexpr int64_t step = Decoder<C>::STEP, piece = S != WHOLE ? piece_of<C, S, FLOATS> : step > 64 ? step : 64;
+    static constexpr int64_t step = Decoder<C>::STEP, piece = floats_of<C, S>;
     static constexpr int64_t few = is_scaled ? piece / 32 : 4;
     static constexpr int A = M > 2 || few < 2 ? 1 : M == 2 || few == 2 ? 2 : 4;
     V total[M], sums[M][A];
@@ -56,11 +56,12 @@ template <int C, int S, int M, bool Z, bool G> struct Sums {
     }
 };
 
-// y[m * TILE] = the row of codes, of which `scale` has those of its spans, times row `from + m` of the inputs. Where Z, `low` is
-// added to integers; and, where G, `after` to their products with the scale.
-template <int C, int S, int M, bool Z, bool G> void float_row(const Layout& L, const uint8_t* codes, const float* scale,
-                                                              const float* low, const float* after, const Decoder<C>& given,
-                                                              const Spans& in, int64_t from, float* y) {
+// totals[m * TILE] = the row of codes, of which `scale` has those of its spans, times row `from + m` of the inputs, lane by lane.
+// Where Z, `low` is added to integers; and, where G, `after` to their products with the scale. For `runs_on` see rows.h.
+template <int C, int S, int M, bool Z, bool G> void float_row(const Layout& L, const uint8_t* codes, bool runs_on,
+                                                              const float* scale, const float* low, const float* after,
+                                                              const Decoder<C>& given, const Spans& in, int64_t from,
+                                                              V* totals) {
     constexpr int64_t bytes = is_nibbled(C) ? SPAN / 2 : SPAN, scales = S == WHOLE ? 0 : scales_of<S>;
     Sums<C, S, M, Z, G> found{};
     Decoder<C> decoder = given;  // what it finds is to stay in a register
@@ -74,15 +75,19 @@ template <int C, int S, int M, bool Z, bool G> void float_row(const Layout& L, c
     }
     if (whole < in.spans) {
         Rest<bytes> rest;
-        rest.fill(codes, L.row_bytes - whole * bytes);
-        found.add(decoder, rest.bytes, scale, low, after, x, across, L.columns - whole * SPAN);
+        if (!runs_on) rest.fill(codes, L.row_bytes - whole * bytes);
+        F own[3];  // what follows may be the numbers of another row
+        if (S != WHOLE && S != WIDE) {
+            const int64_t left = L.groups - whole * scales;
+            own[0] = first_of(load<F>(scale), left), scale = (const float*)own;
+            if (Z) own[1] = first_of(load<F>(low), left), low = (const float*)(own + 1);
+            if (G) own[2] = first_of(load<F>(after), left), after = (const float*)(own + 2);
+        }
+        found.add(decoder, runs_on ? codes : rest.bytes, scale, low, after, x, across, L.columns - whole * SPAN);
     }
     if (!found.is_scaled) gather_sums<M, found.A>(found.sums, found.total);
     for (int m = 0; m < M; m++) {
-        float own = sum(found.total[m]);
-        if (S == WHOLE && !G) own *= scale[0];
-        if (C == E4M3) own *= 256.0f;
-        if (L.activations) own *= in.steps[from + m];
-        y[m * TILE] = decoder.found_nan() ? NAN : own * L.unit;
+        if (S == WHOLE && !G) found.total[m] *= every(scale[0]);
+        totals[m * TILE] = decoder.found_nan() ? every(NAN) : found.total[m];
     }
 }

@@ -15,6 +15,7 @@ struct RowOfLevels {
     const uint8_t* codes;
     const float *scale, *low, *after;
     bool has_low, has_after;  // where not, they are 0
+    bool runs_on;             // see rows.h
 };
 
 bool has_levels(const Layout& L, int dtype) {
@@ -27,6 +28,7 @@ bool has_levels(const Layout& L, int dtype) {
 
 // Rows of inputs as float32, and where these have 16 bits their sums under each scale.
 struct FloatInputs {
+    typedef F Sum;
     static constexpr int AT_ONCE = 1;
     static constexpr bool in_place = false, reads_within_rows = false, adds_low = true;
     const bool adds_after;
@@ -45,17 +47,19 @@ struct FloatInputs {
             }
     }
 
+    static bool run_on(const Layout&, int64_t) { return false; }
+
     enum Numbers { SCALE, LOW, AFTER };  // what there is besides
 
-    template <int M, int R> void rows(const Layout& L, const RowOfLevels* own, int64_t m, float*, float* y) const {
+    template <int M, int R> void rows(const Layout& L, const RowOfLevels* own, int64_t m, float*, F* totals) const {
         const RowOfLevels& row = *own;
         constexpr int A = M == 1 ? 4 : M == 2 ? 2 : 1;
-        if (row.has_after && adds_after) row_by<M, A, AFTER>(L, row, m, y);
-        else if (L.group < 64) row.has_low ? row_by<M, 1, LOW>(L, row, m, y) : row_by<M, 1, SCALE>(L, row, m, y);
-        else row.has_low ? row_by<M, A, LOW>(L, row, m, y) : row_by<M, A, SCALE>(L, row, m, y);
+        if (row.has_after && adds_after) row_by<M, A, AFTER>(L, row, m, totals);
+        else if (L.group < 64) row.has_low ? row_by<M, 1, LOW>(L, row, m, totals) : row_by<M, 1, SCALE>(L, row, m, totals);
+        else row.has_low ? row_by<M, A, LOW>(L, row, m, totals) : row_by<M, A, SCALE>(L, row, m, totals);
     }
 
-    template <int M, int A, int N> void row_by(const Layout& L, const RowOfLevels& row, int64_t m, float* y) const {
+    template <int M, int A, int N> void row_by(const Layout& L, const RowOfLevels& row, int64_t m, F* totals) const {
         const float* x = floats.data() + m * padded;
         F total[M], part[M][A];
         for (int i = 0; i < M; i++) total[i] = F{};
@@ -77,7 +81,7 @@ struct FloatInputs {
         }
         for (int i = 0; i < M; i++) {
             for (int a = 0; a < A && N == AFTER; a++) total[i] += part[i][a];
-            y[i * TILE] = sum(total[i]) * L.unit;
+            totals[i * TILE] = total[i];
         }
     }
 
@@ -109,6 +113,7 @@ bool is_nibbled(const Layout& L) {
 template <int C, int S, int T> struct SpanInputs {
     static constexpr int AT_ONCE = T != FLOATS ? TOGETHER : 1;
     static constexpr bool in_place = C == INT4, reads_within_rows = true, adds_low = T == FLOATS, adds_after = T == FLOATS;
+    typedef V Sum;
     Spans in;
     int64_t count, wide, each;
     Buffer sums;
@@ -124,16 +129,18 @@ template <int C, int S, int T> struct SpanInputs {
             }
     }
 
-    template <int M, int R> void rows(const Layout& L, const RowOfLevels* own, int64_t m, float* scratch, float* y) const {
+    static bool run_on(const Layout& L, int64_t left) { return can_run_on<C, S, T>(L, left); }
+
+    template <int M, int R> void rows(const Layout& L, const RowOfLevels* own, int64_t m, float* scratch, V* totals) const {
         if constexpr (T != FLOATS) {
             const int64_t bytes = R > 1 ? own[1].codes - own->codes : 0, stride = R > 1 ? own[1].scale - own->scale : 0;
-            const RowsOfCodes rows = {own->codes, own->scale, own->low, bytes, stride};
-            integer_rows<C, S, M, R, false, T>(L, rows, in, m, scratch, y);
+            const RowsOfCodes rows = {own->codes, own->scale, own->low, bytes, stride, own->runs_on};
+            integer_rows<C, S, M, R, false, T>(L, rows, in, m, scratch, totals);
         } else {
             const Decoder<C> decoder(L);
             const auto row = own->has_low ? (own->has_after ? float_row<C, S, M, true, true> : float_row<C, S, M, true, false>)
                                           : (own->has_after ? float_row<C, S, M, false, true> : float_row<C, S, M, false, false>);
-            row(L, own->codes, own->scale, own->low, own->after, decoder, in, m, y);
+            row(L, own->codes, own->runs_on, own->scale, own->low, own->after, decoder, in, m, totals);
         }
     }
 };
@@ -151,24 +158,24 @@ inline void copy_flipped(const uint8_t* from, int64_t count, uint8_t* to) {
     for (; k < count; k++) to[k] = from[k] ^ 0x80;
 }
 
-// Sums of products of `count` numbers; reads whole vectors, and what lies after the last of `b` is 0.
+// Sums of products of `count` numbers; reads whole vectors, and what lies after the last of `b` is finite.
 inline float dot(const float* a, const float* b, int64_t count) {
     F even{}, odd{};  // two sums, because each addition waits for the one before
     int64_t k = 0;
-    for (; k + LANES < count; k += 2 * LANES) {
+    for (; k + 2 * LANES <= count; k += 2 * LANES) {
         even = fma(load<F>(a + k), load<F>(b + k), even);
         odd = fma(load<F>(a + k + LANES), load<F>(b + k + LANES), odd);
     }
-    if (k < count) even = fma(load<F>(a + k), load<F>(b + k), even);
+    for (; k < count; k += LANES) even = fma(first_of(load<F>(a + k), count - k), load<F>(b + k), even);
     return sum(even + odd);
 }
 
-// y[i * TILE + r] = row r of the R at `own` times row m + i of the inputs, of `some` rows.
+// totals[i * TILE + r] = row r of the R at `own` times row m + i of the inputs, of `some` rows.
 template <class Inputs, int R> void some_rows(const Layout& L, const Inputs& in, const RowOfLevels* own, int64_t m, int64_t some,
-                                              float* scratch, float* y) {
-    if (some == 4) in.template rows<4, R>(L, own, m, scratch, y);
-    else if (some == 2) in.template rows<2, R>(L, own, m, scratch, y);
-    else in.template rows<1, R>(L, own, m, scratch, y);
+                                              float* scratch, typename Inputs::Sum* totals) {
+    if (some == 4) in.template rows<4, R>(L, own, m, scratch, totals);
+    else if (some == 2) in.template rows<2, R>(L, own, m, scratch, totals);
+    else in.template rows<1, R>(L, own, m, scratch, totals);
 }
 
 template <class Inputs> void levels_linear(const Layout& given, const Parts& P, const void* x, int64_t rows, int64_t stride,
@@ -186,71 +193,77 @@ template <class Inputs> void levels_linear(const Layout& given, const Parts& P, 
     const int64_t tile = rows > 4 || L.rows >= 256 ? TILE : 1, tiles = (L.rows + tile - 1) / tile;  // rows of codes in the cache
     const bool is_piece = L.height == 1 && (L.family != SUPER_BLOCKS || L.groups % L.nested == 0);
     const int64_t at_once = is_piece ? tile : 1;  // rows whose numbers lie in one piece
-    // Whether the numbers are what rows need as they are filled: whole vectors, so that no row reads those of the next.
-    const bool are_filled = is_piece && step == 1 && !is_lifted && in.each == 1 && in.count == L.groups && L.groups % LANES == 0;
+    const bool is_spread = in.each > 1, are_filled = is_piece && step == 1 && !is_lifted && !is_spread;  // as rows need them
+    const int64_t wide = is_spread ? in.wide : L.groups;  // numbers of a row
+    const int64_t each = tile * L.groups + LANES, spread_each = is_spread ? tile * wide : 0, scratch_size = SCRATCH * in.wide;
+    const int64_t bytes = is_there ? 0 : StreamRow::bytes(L);
     Layout all_rows = L;
     all_rows.groups *= at_once;
-    const int64_t bytes = StreamRow::bytes(L), size = RowParts::size(all_rows) + SCRATCH * in.wide + tile * (3 * in.wide + bytes / 4);
+    const int64_t size = RowParts::size(all_rows) + scratch_size + 3 * (each + spread_each) + tile * bytes / 4;
     const auto make = [&] { return RowParts::buffer(all_rows, size); };
     over(tiles, rows * L.rows * L.columns > 65536, make, [&](Buffer& buffer, int64_t t) {
         RowParts parts(all_rows, buffer.data());
-        float *scratch = buffer.data() + RowParts::size(all_rows), *numbers = scratch + SCRATCH * in.wide;
-        uint8_t* codes = (uint8_t*)(numbers + 3 * tile * in.wide);
-        RowOfLevels own[TILE];
+        float *scratch = buffer.data() + RowParts::size(all_rows), *moved = scratch + scratch_size, *spreads = moved + 3 * each;
+        float *scale = parts.scale, *low = parts.before, *after = parts.after;
+        uint8_t* codes = (uint8_t*)(spreads + 3 * spread_each);
         const int64_t first = t * tile, count = first + tile < L.rows ? tile : L.rows - first;
         const int64_t groups = L.groups;  // this and these of our own: compilers read again what others' writes may reach
         const bool lifts = is_lifted, writes = adds, moves = !are_filled, shifts = is_shifted, pieces = is_piece;
-        const I lanes = {0, 1, 2, 3, 4, 5, 6, 7};
         const F steps = all(step), per = all(per_step), up = all(lift), unit = all(L.unit);
-        for (int64_t i = 0; i < count; i++) {
-            if (i == 0 || !pieces) {
-                RowAt at(L, first + i);
-                if (pieces) at.groups *= count;
-                parts.fill(given, P, first + i, at);
-            }
-            const int64_t from = pieces ? i * groups : 0;
-            float *scale = numbers + 3 * i * in.wide, *low = scale + in.wide, *after = low + in.wide;
-            float *by = in.each == 1 ? scale : scratch, *less = by + in.wide, *add = less + in.wide;
-            for (int64_t g = 0; g < groups && moves; g += LANES) {
-                const I own = lanes < I{} + (int32_t)(groups - g);  // after them 0, and not the numbers of the next row
-                const auto put = [own, g](F v, float* to) {
-                    const I kept = (I)v & own;
-                    memcpy(to + g, &kept, sizeof kept);
-                };
-                const F s = load<F>(parts.scale + from + g);
+        for (int64_t i = 0; i < (pieces ? 1 : count); i++) {
+            RowAt at(L, first + i);
+            if (pieces) at.groups *= count;
+            parts.fill(given, P, first + i, at);
+            float *by = moved + i * groups, *less = by + each, *add = less + each;
+            for (int64_t g = 0; g < at.groups && moves; g += LANES) {
+                const auto put = [g](F v, float* to) { memcpy(to + g, &v, sizeof v); };
+                const F s = load<F>(parts.scale + g);
                 put(s * steps, by);
-                F moved = load<F>(parts.after + from + g);
+                F sum = load<F>(parts.after + g);
                 if (lifts) {
-                    const F lifted = load<F>(parts.before + from + g) + up;
+                    const F lifted = load<F>(parts.before + g) + up;
                     if (Inputs::adds_low) put(lifted * per, less);
-                    else moved += lifted * s * unit;
+                    else sum += lifted * s * unit;
                 }
-                if (writes) put(moved, add);
+                if (writes) put(sum, add);
             }
-            if (!moves) scale = parts.scale + from, low = parts.before + from, after = parts.after + from;
-            else if (in.each > 1) {
-                spread(by, in.each, in.count, scale);
-                if (is_lifted && Inputs::adds_low) spread(less, in.each, in.count, low);
-                if (adds) spread(add, in.each, in.count, after);
-            }
+        }
+        if (moves) scale = moved, low = scale + each, after = low + each;
+        if (is_spread) {
+            const auto over_spans = [&](float** numbers, float* to) {
+                for (int64_t i = 0; i < count; i++) spread(*numbers + i * groups, in.each, in.count, to + i * wide);
+                *numbers = to;
+            };
+            over_spans(&scale, spreads);
+            if (is_lifted && Inputs::adds_low) over_spans(&low, spreads + spread_each);
+            if (adds) over_spans(&after, spreads + 2 * spread_each);
+        }
+        const bool runs_on = !is_there || in.run_on(L, (L.rows - first - count) * L.row_bytes);
+        RowOfLevels own[TILE];
+        for (int64_t i = 0; i < count; i++) {
             const uint8_t* lie = (const uint8_t*)P.codes + (first + i) * given.row_bytes;
             uint8_t* to = codes + i * bytes;
             if (flips) copy_flipped(lie, L.columns, to), lie = to;
             else if (!is_there) lie = StreamRow::unpack(given, P, first + i, RowAt(L, first + i), levels_of(L), to);
-            own[i] = {lie, scale, low, after, is_lifted, has_after(L)};
+            const int64_t from = i * wide;
+            own[i] = {lie, scale + from, low + from, after + from, is_lifted, has_after(L), runs_on};
         }
-        float y[4][TILE];
+        typename Inputs::Sum totals[4 * TILE];
+        alignas(64) float y[TILE];
         for (int64_t m = 0, some; m < rows; m += some) {
             some = rows - m >= 4 ? 4 : rows - m >= 2 ? 2 : 1;
             for (int64_t i = 0, taken; i < count; i += taken) {
                 taken = count - i >= Inputs::AT_ONCE ? Inputs::AT_ONCE : 1;
-                if (taken == 1) some_rows<Inputs, 1>(L, in, own + i, m, some, scratch, *y + i);
-                else some_rows<Inputs, Inputs::AT_ONCE>(L, in, own + i, m, some, scratch, *y + i);
-                for (int64_t r = 0; r < taken && shifts; r++)
-                    for (int64_t j = 0; j < some; j++)
-                        y[j][i + r] += dot(own[i + r].after, in.sums.data() + (m + j) * in.wide, in.count);
+                if (taken == 1) some_rows<Inputs, 1>(L, in, own + i, m, some, scratch, totals + i);
+                else some_rows<Inputs, Inputs::AT_ONCE>(L, in, own + i, m, some, scratch, totals + i);
             }
-            for (int64_t j = 0; j < some; j++) put_some(dtype, y[j], count, bias, first, out, (m + j) * L.rows + first);
+            for (int64_t j = 0; j < some; j++) {
+                for (int64_t i = 0; i < count; i++) {
+                    y[i] = sum(totals[j * TILE + i]) * L.unit;
+                    if (shifts) y[i] += dot(own[i].after, in.sums.data() + (m + j) * in.wide, is_spread ? in.count : groups);
+                }
+                put_some(dtype, y, count, bias, first, out, (m + j) * L.rows + first);
+            }
         }
     });
 }

@@ -6,34 +6,34 @@
 #include "rows.h"
 #include "float_rows.h"
 
-// y[m * TILE + n] = row n of the `count` rows of codes times row `from + m` of the M rows of inputs.
+// totals[m * TILE + n] = row n of the `count` rows of codes times row `from + m` of the M rows of inputs, lane by lane.
 template <int C, int S, int M, bool Z, int T> void fast_rows(const Layout& L, const RowsOfCodes& rows, int64_t count,
                                                           const Decoder<C>& decoder, const Spans& in, int64_t from,
-                                                          float* scratch, float* y) {
+                                                          float* scratch, V* totals) {
     // One row of inputs waits for the memory of bytes, which comes faster for one row of codes at a time.
     constexpr int R = T != FLOATS && (M > 1 || is_nibbled(C)) ? TOGETHER : 1;
     const auto row = [&](int64_t n) {
         const int64_t at = n * rows.stride;
-        return RowsOfCodes{rows.codes + n * rows.bytes, rows.scale + at, rows.zero + at, rows.bytes, rows.stride};
+        return RowsOfCodes{rows.codes + n * rows.bytes, rows.scale + at, rows.zero + at, rows.bytes, rows.stride, rows.runs_on};
     };
     if constexpr (T == FLOATS)
         for (int64_t n = 0; n < count; n++) {
             const RowsOfCodes own = row(n);
-            float_row<C, S, M, Z, false>(L, own.codes, own.scale, own.zero, own.zero, decoder, in, from, y + n);
+            float_row<C, S, M, Z, false>(L, own.codes, own.runs_on, own.scale, own.zero, own.zero, decoder, in, from, totals + n);
         }
     else {
         int64_t n = 0;
-        for (; n + R <= count; n += R) integer_rows<C, S, M, R, Z, T>(L, row(n), in, from, scratch, y + n);
-        if (n < count) integer_rows<C, S, M, 1, Z, T>(L, row(n), in, from, scratch, y + n);
+        for (; n + R <= count; n += R) integer_rows<C, S, M, R, Z, T>(L, row(n), in, from, scratch, totals + n);
+        if (n < count) integer_rows<C, S, M, 1, Z, T>(L, row(n), in, from, scratch, totals + n);
     }
 }
 
 template <int C, int S, bool Z, int T> void fast_rows(const Layout& L, const RowsOfCodes& rows, int64_t count,
                                                     const Decoder<C>& decoder, const Spans& in, int64_t from, int64_t some,
-                                                    float* scratch, float* y) {
-    if (some == 4) fast_rows<C, S, 4, Z, T>(L, rows, count, decoder, in, from, scratch, y);
-    else if (some == 2) fast_rows<C, S, 2, Z, T>(L, rows, count, decoder, in, from, scratch, y);
-    else fast_rows<C, S, 1, Z, T>(L, rows, count, decoder, in, from, scratch, y);
+                                                    float* scratch, V* totals) {
+    if (some == 4) fast_rows<C, S, 4, Z, T>(L, rows, count, decoder, in, from, scratch, totals);
+    else if (some == 2) fast_rows<C, S, 2, Z, T>(L, rows, count, decoder, in, from, scratch, totals);
+    else fast_rows<C, S, 1, Z, T>(L, rows, count, decoder, in, from, scratch, totals);
 }
 
 // BYTES: codes are multiplied with one byte of each input instead of two.
@@ -42,26 +42,34 @@ template <int C, int S, int T> void fast_linear(const Layout& L, const Parts& P,
     constexpr int64_t most = WIDE_ROWS && T == FLOATS ? 2 : 4;  // more rows of floats do not stay in the nearest cache
     constexpr bool may = is_integer(C), always = T == BYTES && C == INT4;  // have zero points
     const Spans in = Spans::of<C, S, T>(L, x, dtype, rows, stride);
-    const int64_t count = S == WHOLE ? 1 : in.spans * scales_of<S>, each = S == WHOLE ? 1 : in.stride;
+    const bool is_spread = S == WIDE && L.group > SPAN;  // a scale for several spans
+    const int64_t each = is_spread ? in.stride : L.groups;
     const bool is_much = L.rows > 1 && rows * L.rows * L.columns > 65536, has_zeros = L.zero >= 0 || L.offset != 0;
     const int64_t tile = L.rows >= 256 || !is_much ? TILE : L.rows >= 64 ? 4 : 1;  // few rows are shared between threads
     const int64_t share = share_of(L.rows, is_much) / tile * tile;
     in_threads(L.rows, share > tile ? share : tile, is_much, [&](Shares& shares) {
-        Buffer s(tile * L.groups + LANES), z(tile * L.groups + LANES), scratch(4 * TOGETHER * in.stride + LANES);
+        Buffer s(is_spread ? tile * L.groups + LANES : 0), z(is_spread ? tile * L.groups + LANES : 0);
+        Buffer scratch(4 * TOGETHER * in.stride + LANES);
         Buffer scales(tile * each + LANES), zeros(tile * each + LANES, -L.offset);
         const Decoder<C> decoder(L);
-        alignas(64) float y[4 * TILE];
+        V totals[4 * TILE];
+        alignas(64) float y[TILE];
         for (int64_t start, stop; shares.take(&start, &stop);) for (int64_t first = start; first < stop; first += tile) {
             const int64_t end = first + tile < stop ? first + tile : stop;
-            const float* lie = scales_of_rows<S>(L, P, first, end - first, count, each, s.data(), z.data(), scales.data(),
+            const float* lie = scales_of_rows<S>(L, P, first, end - first, in.spans, each, s.data(), z.data(), scales.data(),
                                                  zeros.data());
-            const RowsOfCodes own = {(const uint8_t*)P.codes + first * L.row_bytes, lie, zeros.data(), L.row_bytes, each};
+            const RowsOfCodes own = {(const uint8_t*)P.codes + first * L.row_bytes, lie, zeros.data(), L.row_bytes, each,
+                                     can_run_on<C, S, T>(L, (L.rows - end) * L.row_bytes)};
             for (int64_t m = 0, some; m < rows; m += some) {
                 some = rows - m >= 4 && most == 4 ? 4 : rows - m >= 2 ? 2 : 1;
-                if (always || has_zeros) fast_rows<C, S, may, T>(L, own, end - first, decoder, in, m, some, scratch.data(), y);
-                else fast_rows<C, S, always, T>(L, own, end - first, decoder, in, m, some, scratch.data(), y);
-                for (int64_t i = 0; i < some; i++)
-                    put_some(dtype, y + i * TILE, end - first, bias, first, out, (m + i) * L.rows + first);
+                if (always || has_zeros) fast_rows<C, S, may, T>(L, own, end - first, decoder, in, m, some, scratch.data(), totals);
+                else fast_rows<C, S, always, T>(L, own, end - first, decoder, in, m, some, scratch.data(), totals);
+                for (int64_t i = 0; i < some; i++) {
+                    float by = C == E4M3 ? 256 : 1;
+                    if (T == FLOATS && L.activations) by *= in.steps[m + i];
+                    for (int64_t n = 0; n < end - first; n++) y[n] = sum(totals[i * TILE + n]) * by * L.unit;
+                    put_some(dtype, y, end - first, bias, first, out, (m + i) * L.rows + first);
+                }
             }
         }
     });

@@ -26,6 +26,7 @@ struct RowsOfCodes {
     const uint8_t* codes;
     const float *scale, *zero;  // one of each where scales are WHOLE
     int64_t bytes, stride;      // from one row to the next, of codes and of the others
+    bool runs_on;               // whether what follows a row may be read with it
 };
 
 #if WIDE_ROWS
@@ -140,61 +141,67 @@ template <int64_t BYTES> struct alignas(64) Rest {
     void fill(const uint8_t* from, int64_t count) { put_rest<BYTES>(from, count, bytes); }
 };
 
-// Writes `count` values, and zeros up to a whole vector; reads whole vectors.
-inline void put_padded(const float* values, int64_t count, float* to) {
-    const I lanes = {0, 1, 2, 3, 4, 5, 6, 7};
-    for (int64_t k = 0; k < count; k += LANES) {
-        const I v = load<I>(values + k) & (lanes < I{} + (int32_t)(count - k));
-        memcpy(to + k, &v, sizeof v);
-    }
-}
-
-// Returns the scales of `rows` rows from n for each scale of their spans, `count` of them (one where they are WHOLE), and those of
-// the next row `stride` further: in `scale`, or where they lie. `zero` gets their zero points negated. `s` and `z` have space for
-// TILE rows of groups.
-template <int S> const float* scales_of_rows(const Layout& L, const Parts& P, int64_t n, int64_t rows, int64_t count,
+// Returns the scales of `rows` rows from n, in `scale` or where they lie: L.groups of a row; or, where groups are wider than a
+// span, one for each of `spans` spans, those of the next row `stride` further. `zero` gets their zero points negated. Whole
+// vectors can be read of both. `s` and `z` have space for TILE rows of groups.
+template <int S> const float* scales_of_rows(const Layout& L, const Parts& P, int64_t n, int64_t rows, int64_t spans,
                                              int64_t stride, float* s, float* z, float* scale, float* zero) {
-    const int64_t each = S == WIDE ? L.group / SPAN : 1, groups = L.groups;
-    if (each == 1 && L.height == 1 && groups == stride && !L.global_scale && L.scale <= FLOAT16) {  // as they lie
-        const int64_t at = n * stride;
-        if (L.scale == BFLOAT16) copy_scales<BFLOAT16>(P.scale, at, rows * stride, scale);
-        else if (L.scale == FLOAT16) copy_scales<FLOAT16>(P.scale, at, rows * stride, scale);
-        if (L.zero == SIGNED) negated_zeros<true>(P.zero, at, rows * stride, L.offset, zero);
-        else if (L.zero == UNSIGNED) negated_zeros<false>(P.zero, at, rows * stride, L.offset, zero);
-        return L.scale == FLOAT32 ? (const float*)P.scale + at : scale;
+    const int64_t groups = L.groups, at = n * groups;
+    const bool is_spread = S == WIDE && L.group > SPAN;
+    if (L.height == 1 && !L.global_scale && L.scale <= FLOAT16 && !is_spread) {
+        const bool lie = L.scale == FLOAT32 && groups % LANES == 0 && L.columns % SPAN == 0;
+        if (L.scale == BFLOAT16) copy_scales<BFLOAT16>(P.scale, at, rows * groups, scale);
+        else if (L.scale == FLOAT16) copy_scales<FLOAT16>(P.scale, at, rows * groups, scale);
+        else if (!lie) copy_scales<FLOAT32>(P.scale, at, rows * groups, scale);
+        if (L.zero == SIGNED) negated_zeros<true>(P.zero, at, rows * groups, L.offset, zero);
+        else if (L.zero == UNSIGNED) negated_zeros<false>(P.zero, at, rows * groups, L.offset, zero);
+        return lie ? (const float*)P.scale + at : scale;
     }
-    if (L.height == 1) scales_at(L, P, n * groups, rows * groups, s, z);
-    else for (int64_t r = 0; r < rows; r++) row_scales(L, P, n + r, s + r * groups, z + r * groups);
-    const auto move = [=](const float* values, float* to) {
-        if (stride == 1) memcpy(to, values, rows * 4);
-        else for (int64_t r = 0; r < rows; r++, values += groups, to += stride) {
-            if (each == 1) put_padded(values, groups, to);
-            else spread(values, each, count, to);
-        }
-    };
-    move(s, scale);
-    if (L.zero >= 0) move(z, zero);
+    float *by = is_spread ? s : scale, *less = is_spread ? z : zero;
+    if (L.height == 1) scales_at(L, P, at, rows * groups, by, less);
+    else for (int64_t r = 0; r < rows; r++) row_scales(L, P, n + r, by + r * groups, less + r * groups);
+    for (int64_t r = 0; r < rows && is_spread; r++) {
+        spread(s + r * groups, L.group / SPAN, spans, scale + r * stride);
+        if (L.zero >= 0) spread(z + r * groups, L.group / SPAN, spans, zero + r * stride);
+    }
     return scale;
 }
 
-// y[m * TILE + r] = row r of R rows of codes times row `from + m` of the inputs. `buffer` is for M * R rows of scales. Places
-// in arrays are one pointer and a distance: compilers keep arrays of pointers in memory.
+// How many columns are multiplied as floats at a time, under one scale for each lane.
+template <int C, int S>
+constexpr int64_t floats_of = S != WHOLE ? piece_of<C, S, FLOATS> : Decoder<C>::STEP > 64 ? Decoder<C>::STEP : 64;
+
+// Whether rows of codes, `left` bytes before the end, may be read up to the end of a piece. What follows a row is codes of
+// another and multiplied with zeros; but float8 has codes that make nan of zeros.
+template <int C, int S, int T> inline bool can_run_on(const Layout& L, int64_t left) {
+    const int64_t piece = T != FLOATS ? SPAN : floats_of<C, S>, columns = (L.columns + piece - 1) / piece * piece;
+    const int64_t more = (is_nibbled(C) ? columns / 2 : columns) - L.row_bytes;
+    return more <= (C == E4M3 || C == E5M2 ? 0 : left);
+}
+
+// totals[m * TILE + r] = row r of R rows of codes times row `from + m` of the inputs, lane by lane. `buffer` is for M * R rows of
+// scales. Places in arrays are one pointer and a distance: compilers keep arrays of pointers in memory.
 template <int C, int S, int M, int R, bool Z, int T> void integer_rows(const Layout& L, const RowsOfCodes& given, const Spans& in,
-                                                                  int64_t from, float* buffer, float* y) {
+                                                                  int64_t from, float* buffer, V* totals) {
     constexpr int64_t bytes = is_nibbled(C) ? SPAN / 2 : SPAN;
-    RowsOfCodes rows = {given.codes, given.scale, given.zero, given.bytes, given.stride};  // in registers
+    RowsOfCodes rows = {given.codes, given.scale, given.zero, given.bytes, given.stride, false};  // in registers
     const uint8_t* x = in.at(from);
+    const int64_t stride = in.stride, scales = S == WIDE ? in.spans : L.groups;
+    const int64_t even = S == WHOLE ? stride : scales / LANES * LANES;
     V total[M * R];
 #pragma GCC unroll 8
     for (int i = 0; i < M * R; i++) {
         const float *units = in.units_at(from + i / R), *scale = rows.scale + i % R * rows.stride;
         total[i] = V{};
-        for (int64_t k = 0; k < in.stride; k += LANES) {
-            const F v = (S == WHOLE ? all(*scale) : load<F>(scale + k)) * load<F>(units + k);
-            memcpy(buffer + i * in.stride + k, &v, sizeof v);
-        }
+        const auto put = [=](int64_t k, F by) {
+            by *= load<F>(units + k);
+            memcpy(buffer + i * stride + k, &by, sizeof by);
+        };
+        int64_t k = 0;
+        for (; k < even; k += LANES) put(k, S == WHOLE ? all(*scale) : load<F>(scale + k));
+        if (k < stride) put(k, first_of(load<F>(scale + k), scales - k));  // what follows may be the scales of another row
     }
-    const int64_t whole = L.row_bytes / bytes, lines = in.lines * 64, across = in.spans * lines, stride = in.stride;
+    const int64_t whole = L.row_bytes / bytes, lines = in.lines * 64, across = in.spans * lines;
     const int64_t ahead = R > 1 && rows.bytes <= AHEAD ? AHEAD + (R - 1) * rows.bytes : AHEAD;  // past the other rows
     for (int64_t b = 0; b < whole; b++) {
         for (int r = 0; r < R; r++) {
@@ -206,10 +213,10 @@ template <int C, int S, int M, int R, bool Z, int T> void integer_rows(const Lay
     }
     if (whole < in.spans) {
         Rest<bytes> rest[R];
-        for (int r = 0; r < R; r++) rest[r].fill(rows.codes + r * rows.bytes, L.row_bytes - whole * bytes);
-        rows.codes = rest[0].bytes, rows.bytes = sizeof *rest;
+        for (int r = 0; r < R && !given.runs_on; r++) rest[r].fill(rows.codes + r * rows.bytes, L.row_bytes - whole * bytes);
+        if (!given.runs_on) rows.codes = rest[0].bytes, rows.bytes = sizeof *rest;
         integer_span<C, S, M, R, Z, T>(rows, x, across, buffer, stride, total);
     }
 #pragma GCC unroll 8
-    for (int i = 0; i < M * R; i++) y[i / R * TILE + i % R] = sum(total[i]) * L.unit;
+    for (int i = 0; i < M * R; i++) totals[i / R * TILE + i % R] = total[i];
 }

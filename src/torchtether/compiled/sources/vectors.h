@@ -102,6 +102,12 @@ inline F fma(F a, F b, F c) {
 #endif
 }
 
+// The first `count` values, and zeros.
+inline F first_of(F values, int64_t count) {
+    const I lanes = {0, 1, 2, 3, 4, 5, 6, 7};
+    return (F)((I)values & (lanes < I{} + (int32_t)count));
+}
+
 inline float sum(F v) {
 #if defined(__AVX__)
     const __m128 four = _mm_add_ps(_mm256_castps256_ps128((__m256)v), _mm256_extractf128_ps((__m256)v, 1));
