@@ -107,6 +107,19 @@ def test_float32_products_lose_nothing_where_values_are_nearly_0(bits, columns):
     assert (off <= 2.0**-19 * F.linear(x.double().abs(), values.abs()) + 2.0**-40).all()
 
 
+@pytest.mark.parametrize("columns", [608, 576, 488])
+def test_products_do_not_depend_on_what_was_computed_before(columns):
+    """Kernels that read memory before they write it, or beyond what they wrote, find what other products left there."""
+    cases = []
+    for scheme in SCHEMES.values():
+        weight = tt.Weight.encode(rand(256, columns), scheme)
+        cases += [(rand(rows, columns).to(dtype), weight.to(dtype)) for dtype in UNIT for rows in (1, 3)]
+    found = [F.linear(x, weight) for x, weight in cases]
+    for turn in (list(reversed(range(len(cases)))), list(range(0, len(cases), 3))):
+        for i in turn:
+            assert torch.equal(F.linear(*cases[i]), found[i]), (cases[i][1].spec, cases[i][0].dtype, len(cases[i][0]))
+
+
 @pytest.mark.parametrize("columns", [608, 576, 384])
 @pytest.mark.parametrize("dtype", UNIT, ids=str)
 @pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)

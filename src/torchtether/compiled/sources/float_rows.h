@@ -76,12 +76,17 @@ template <int C, int S, int M, bool Z, bool G> void float_row(const Layout& L, c
     if (whole < in.spans) {
         Rest<bytes> rest;
         if (!runs_on) rest.fill(codes, L.row_bytes - whole * bytes);
-        F own[3];  // what follows may be the numbers of another row
-        if (S != WHOLE && S != WIDE) {
+        alignas(64) float own[3][LANES];
+        if (S != WHOLE && S != WIDE) {  // what follows may be the numbers of another row
             const int64_t left = L.groups - whole * scales;
-            own[0] = first_of(load<F>(scale), left), scale = (const float*)own;
-            if (Z) own[1] = first_of(load<F>(low), left), low = (const float*)(own + 1);
-            if (G) own[2] = first_of(load<F>(after), left), after = (const float*)(own + 2);
+            const auto keep = [left](const float*& numbers, float* to) {
+                const F v = first_of(load<F>(numbers), left);
+                memcpy(to, &v, sizeof v);
+                numbers = to;
+            };
+            keep(scale, own[0]);
+            if (Z) keep(low, own[1]);
+            if (G) keep(after, own[2]);
         }
         found.add(decoder, runs_on ? codes : rest.bytes, scale, low, after, x, across, L.columns - whole * SPAN);
     }

@@ -99,7 +99,8 @@ template <int C, int S, int T> inline V of_piece(const float* p, int64_t i) {
     constexpr int64_t each = scales_of<S> * piece_of<C, S, T> / SPAN;
     if (each == 2) {
         const __m512i halves = _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1);
-        return (V)_mm512_permutexvar_ps(halves, _mm512_castps128_ps512(_mm_castpd_ps(_mm_load_sd((const double*)(p + 2 * i)))));
+        const __m128i both = _mm_loadl_epi64((const __m128i*)(p + 2 * i));  // not as a double, which may not alias floats
+        return (V)_mm512_permutexvar_ps(halves, _mm512_castps128_ps512(_mm_castsi128_ps(both)));
     }
     if (each == 4) {
         const __m512i quarters = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
