@@ -30,7 +30,7 @@ bool has_levels(const Layout& L, int dtype) {
 struct FloatInputs {
     typedef F Sum;
     static constexpr int AT_ONCE = 1;
-    static constexpr bool in_place = false, reads_within_rows = false, adds_low = true;
+    static constexpr bool in_place = false, takes_rests = false, adds_low = true;
     const bool adds_after;
     int64_t padded, count, wide, each = 1;
     Buffer floats, sums;
@@ -112,7 +112,7 @@ bool is_nibbled(const Layout& L) {
 // Rows of inputs as the rows of rows.h take them, and as fixed point their sums, too.
 template <int C, int S, int T> struct SpanInputs {
     static constexpr int AT_ONCE = T != FLOATS ? TOGETHER : 1;
-    static constexpr bool in_place = C == INT4, reads_within_rows = true, adds_low = T == FLOATS, adds_after = T == FLOATS;
+    static constexpr bool in_place = C == INT4, takes_rests = true, adds_low = T == FLOATS, adds_after = T == FLOATS;
     typedef V Sum;
     Spans in;
     int64_t count, wide, each;
@@ -186,7 +186,7 @@ template <class Inputs> void levels_linear(const Layout& given, const Parts& P, 
     const Inputs in(L, x, rows, stride, dtype);
     const bool flips = L.source == UINT8 && L.bits == 8;  // codes from -128 on
     const float lift = flips ? 128 : 0, step = L.is_whole ? L.step : 1, per_step = 1 / step;  // exact: a power of two
-    const bool is_there = Inputs::in_place || (L.source == INT8 && (Inputs::reads_within_rows || L.columns % LANES == 0));
+    const bool is_there = Inputs::in_place || (L.source == INT8 && (Inputs::takes_rests || L.columns % LANES == 0));
     const bool is_lifted = flips || L.family == BIASED_FIRST || L.zero >= 0 || L.offset != 0;
     const bool is_shifted = !in.adds_after && (has_after(L) || (is_lifted && !Inputs::adds_low));
     const bool adds = is_shifted || (in.adds_after && has_after(L));  // else 0 stays there
@@ -195,17 +195,17 @@ template <class Inputs> void levels_linear(const Layout& given, const Parts& P, 
     const int64_t at_once = is_piece ? tile : 1;  // rows whose numbers lie in one piece
     const bool is_spread = in.each > 1, are_filled = is_piece && step == 1 && !is_lifted && !is_spread;  // as rows need them
     const int64_t wide = is_spread ? in.wide : L.groups;  // numbers of a row
-    const int64_t each = tile * L.groups + LANES, spread_each = is_spread ? tile * wide : 0, scratch_size = SCRATCH * in.wide;
+    const int64_t length = tile * L.groups + LANES, spread_length = is_spread ? tile * wide : 0, scratch_size = SCRATCH * in.wide;
     const int64_t bytes = is_there ? 0 : StreamRow::bytes(L);
     Layout all_rows = L;
     all_rows.groups *= at_once;
-    const int64_t size = RowParts::size(all_rows) + scratch_size + 3 * (each + spread_each) + tile * bytes / 4;
+    const int64_t size = RowParts::size(all_rows) + scratch_size + 3 * (length + spread_length) + tile * bytes / 4;
     const auto make = [&] { return RowParts::buffer(all_rows, size); };
     over(tiles, rows * L.rows * L.columns > 65536, make, [&](Buffer& buffer, int64_t t) {
         RowParts parts(all_rows, buffer.data());
-        float *scratch = buffer.data() + RowParts::size(all_rows), *moved = scratch + scratch_size, *spreads = moved + 3 * each;
+        float *scratch = buffer.data() + RowParts::size(all_rows), *moved = scratch + scratch_size, *spreads = moved + 3 * length;
         float *scale = parts.scale, *low = parts.before, *after = parts.after;
-        uint8_t* codes = (uint8_t*)(spreads + 3 * spread_each);
+        uint8_t* codes = (uint8_t*)(spreads + 3 * spread_length);
         const int64_t first = t * tile, count = first + tile < L.rows ? tile : L.rows - first;
         const int64_t groups = L.groups;  // this and these of our own: compilers read again what others' writes may reach
         const bool lifts = is_lifted, writes = adds, moves = !are_filled, shifts = is_shifted, pieces = is_piece;
@@ -214,29 +214,29 @@ template <class Inputs> void levels_linear(const Layout& given, const Parts& P, 
             RowAt at(L, first + i);
             if (pieces) at.groups *= count;
             parts.fill(given, P, first + i, at);
-            float *by = moved + i * groups, *less = by + each, *add = less + each;
+            float *by = moved + i * groups, *less = by + length, *add = less + length;
             for (int64_t g = 0; g < at.groups && moves; g += LANES) {
                 const auto put = [g](F v, float* to) { memcpy(to + g, &v, sizeof v); };
                 const F s = load<F>(parts.scale + g);
                 put(s * steps, by);
-                F sum = load<F>(parts.after + g);
+                F added = load<F>(parts.after + g);
                 if (lifts) {
                     const F lifted = load<F>(parts.before + g) + up;
                     if (Inputs::adds_low) put(lifted * per, less);
-                    else sum += lifted * s * unit;
+                    else added += lifted * s * unit;
                 }
-                if (writes) put(sum, add);
+                if (writes) put(added, add);
             }
         }
-        if (moves) scale = moved, low = scale + each, after = low + each;
+        if (moves) scale = moved, low = scale + length, after = low + length;
         if (is_spread) {
             const auto over_spans = [&](float** numbers, float* to) {
                 for (int64_t i = 0; i < count; i++) spread(*numbers + i * groups, in.each, in.count, to + i * wide);
                 *numbers = to;
             };
             over_spans(&scale, spreads);
-            if (is_lifted && Inputs::adds_low) over_spans(&low, spreads + spread_each);
-            if (adds) over_spans(&after, spreads + 2 * spread_each);
+            if (is_lifted && Inputs::adds_low) over_spans(&low, spreads + spread_length);
+            if (adds) over_spans(&after, spreads + 2 * spread_length);
         }
         const bool runs_on = !is_there || in.run_on(L, (L.rows - first - count) * L.row_bytes);
         RowOfLevels own[TILE];

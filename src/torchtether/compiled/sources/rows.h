@@ -184,7 +184,7 @@ template <int C, int S, int T> inline bool can_run_on(const Layout& L, int64_t l
 template <int C, int S, int M, int R, bool Z, int T> void integer_rows(const Layout& L, const RowsOfCodes& given, const Spans& in,
                                                                   int64_t from, float* buffer, V* totals) {
     constexpr int64_t bytes = is_nibbled(C) ? SPAN / 2 : SPAN;
-    RowsOfCodes rows = {given.codes, given.scale, given.zero, given.bytes, given.stride, false};  // in registers
+    RowsOfCodes rows = {given.codes, given.scale, given.zero, given.bytes, given.stride, given.runs_on};  // in registers
     const uint8_t* x = in.at(from);
     const int64_t stride = in.stride, scales = S == WIDE ? in.spans : L.groups;
     const int64_t even = S == WHOLE ? stride : scales / LANES * LANES;
@@ -213,8 +213,8 @@ template <int C, int S, int M, int R, bool Z, int T> void integer_rows(const Lay
     }
     if (whole < in.spans) {
         Rest<bytes> rest[R];
-        for (int r = 0; r < R && !given.runs_on; r++) rest[r].fill(rows.codes + r * rows.bytes, L.row_bytes - whole * bytes);
-        if (!given.runs_on) rows.codes = rest[0].bytes, rows.bytes = sizeof *rest;
+        for (int r = 0; r < R && !rows.runs_on; r++) rest[r].fill(rows.codes + r * rows.bytes, L.row_bytes - whole * bytes);
+        if (!rows.runs_on) rows.codes = rest[0].bytes, rows.bytes = sizeof *rest;
         integer_span<C, S, M, R, Z, T>(rows, x, across, buffer, stride, total);
     }
 #pragma GCC unroll 8
