@@ -44,6 +44,7 @@ NEEDED_ELSEWHERE = {
     "testing/strategies.py": {"hypothesis"},
     "files/hub.py": {"huggingface_hub"},
     "gpu/encoding_kernels.py": {"triton"},
+    "gpu/rounding_kernels.py": {"triton"},
     "gpu/trial_kernel.py": {"triton"},
     "integrations/accelerate.py": {"accelerate"},
     "integrations/bitsandbytes.py": {"bitsandbytes"},

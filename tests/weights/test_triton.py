@@ -1,5 +1,6 @@
 """Triton's kernels without a GPU: their results under its interpreter, and their compilation for absent GPUs."""
 
+import contextlib
 import json
 import os
 import subprocess
@@ -10,16 +11,18 @@ from unittest import mock
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import torchtether as tt
 from torchtether.gpu import decoding, serving
-from torchtether.weights.products import gpu
+from torchtether.gpu import rounding as kernels
+from torchtether.weights.products import gpu, rounding
 
 needs_triton = pytest.mark.skipif(not serving.has_triton(), reason="triton is not installed")
 
 
-def wrong_cases(folder, *arguments, interprets):
-    command = [sys.executable, "-W", "ignore", "-m", "tests.weights.triton_cases", *arguments]
+def wrong_cases(folder, *arguments, interprets, module="triton_cases"):
+    command = [sys.executable, "-W", "ignore", "-m", f"tests.weights.{module}", *arguments]
     root = Path(__file__).parents[2]
     paths = os.pathsep.join([str(root / "src"), str(root), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": paths, "TRITON_CACHE_DIR": str(folder)}
@@ -44,8 +47,11 @@ def test_numbers_are_those_of_torch_ops_for_every_scheme_and_shape(tmp_path, see
 
 @needs_triton
 def test_kernels_compile_to_machine_code(tmp_path):
-    """What interprets need not compile; and no instruction flushes small numbers, nor contracts where bits count."""
-    assert not wrong_cases(tmp_path, "compile", "90", "nvfp4", "q6_k", interprets=False)
+    """What interprets need not compile; and no instruction flushes small numbers, nor contracts where bits count.
+
+    A product of fewer columns than its threads read together has wrong numbers, which only a GPU shows.
+    """
+    assert not wrong_cases(tmp_path, "compile", "90", "nvfp4", "q6_k", "int4", "int2-group8", interprets=False)
 
 
 @needs_triton
@@ -53,6 +59,32 @@ def test_kernels_compile_to_machine_code(tmp_path):
 @pytest.mark.parametrize("capability", ["80", "89", "90", "100", "120"])
 def test_kernels_compile_to_machine_code_for_every_scheme(tmp_path, capability):
     assert not wrong_cases(tmp_path, "compile", capability, interprets=False)
+
+
+@needs_triton
+def test_inputs_are_rounded_as_by_torch_ops(tmp_path):
+    """Bit for bit, for all kinds, dtypes and forms of rows; and so are sums scaled."""
+    assert not wrong_cases(tmp_path, "interpret", "0", interprets=True, module="rounding_cases")
+
+
+@needs_triton
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2, 3, 4, 5])
+def test_inputs_of_every_shape_are_rounded_as_by_torch_ops(tmp_path, seed):
+    assert not wrong_cases(tmp_path, "interpret", str(seed), "every", interprets=True, module="rounding_cases")
+
+
+@needs_triton
+def test_rounding_compiles_to_machine_code(tmp_path):
+    """With IEEE's divisions, and reads of 16 bytes where rows are aligned."""
+    assert not wrong_cases(tmp_path, "compile", "90", interprets=False, module="rounding_cases")
+
+
+@needs_triton
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", ["80", "89", "90", "100"])
+def test_rounding_compiles_to_machine_code_for_every_dtype(tmp_path, capability):
+    assert not wrong_cases(tmp_path, "compile", capability, "every", interprets=False, module="rounding_cases")
 
 
 # -- what they leave to torch ops -------------------------------------------------------------------------------------
@@ -79,6 +111,7 @@ def takes_cpu(monkeypatch):
     monkeypatch.setattr(serving, "has_triton", lambda: True)
     monkeypatch.setattr(serving, "runs_on", lambda device: True)
     monkeypatch.setattr(decoding, "_kernels", lambda: kernel)
+    monkeypatch.setattr(kernels, "_kernels", lambda: kernel)
     return kernel
 
 
@@ -106,6 +139,92 @@ def test_tensors_that_something_looks_on_are_left(takes_cpu):
     assert torch.func.vmap(
         lambda x: torch.tensor(float(gpu.linear(layout, layout.pick_from(weight), x, None) is None))
     )(x)
+
+
+KINDS = [*rounding.ROWS, *rounding.BLOCKS]
+
+
+def is_rounded_by_kernels(kernel, x, run=lambda work, x: work(x)):
+    """Whether kernels take all calls, or torch ops all."""
+
+    def rounds(call, kind):
+        return lambda x: call(x, kind)[0].float()
+
+    calls = [rounds(rounding.units_of, kind) for kind in KINDS] + [rounds(rounding.codes_of, k) for k in rounding.ROWS]
+    calls.append(lambda x: rounding.scaled(x.contiguous(), x[:, :1].float(), torch.bfloat16))
+    taken = set()
+    for call in calls:
+        kernel.reset_mock()
+        run(call, x)
+        taken.add(bool(kernel.mock_calls))
+    assert len(taken) == 1
+    return taken.pop()
+
+
+def as_dual(work, x):
+    with torch.autograd.forward_ad.dual_level():
+        return work(torch.autograd.forward_ad.make_dual(x, x))
+
+
+def as_fake(work, x):
+    with FakeTensorMode() as mode:
+        return work(mode.from_tensor(x))
+
+
+def compiled_whole(work, x):
+    torch._dynamo.reset()
+    return torch.compile(work, backend="eager", fullgraph=True)(x)
+
+
+def as_traced(work, x):
+    with contextlib.suppress(RuntimeError):  # it has no op for a view of another dtype
+        torch.jit.trace(work, x, check_trace=False)
+
+
+OBSERVERS = {
+    "compiler": compiled_whole,
+    "fake tensors": as_fake,
+    "make_fx": lambda work, x: make_fx(work)(x),
+    "vmap": lambda work, x: torch.func.vmap(work)(x.unsqueeze(0)),
+    "forward AD": as_dual,
+    "jit.trace": as_traced,
+}
+
+
+@pytest.mark.parametrize("run", OBSERVERS.values(), ids=OBSERVERS)
+def test_rounding_that_something_looks_on_is_left(takes_cpu, run):
+    x = torch.ones(3, 64).bfloat16()
+    assert is_rounded_by_kernels(takes_cpu, x)
+    assert not is_rounded_by_kernels(takes_cpu, x, run)
+
+
+def test_inputs_that_do_not_fit_are_left(takes_cpu):
+    x = torch.ones(3, 64)
+    for fit in (x, x.half(), x.bfloat16(), x.t().contiguous().t(), x[:, ::2], x[:1].expand(3, -1)):
+        assert is_rounded_by_kernels(takes_cpu, fit)
+    for other in (x[:0], x.as_subclass(type("Other", (torch.Tensor,), {}))):
+        assert not is_rounded_by_kernels(takes_cpu, other)
+    takes_cpu.reset_mock()
+    for kind in KINDS:
+        units, scale = rounding.units_of(x.double(), kind)
+        assert units.dtype is scale.dtype is torch.float64
+        assert rounding.scaled(units, scale, torch.float64).dtype is torch.float64
+    assert not takes_cpu.mock_calls
+
+
+def test_sums_that_do_not_fit_are_left(takes_cpu):
+    sums, steps, scale = torch.ones(3, 8, dtype=torch.int32), torch.ones(3, 1), torch.ones(8)
+    scaled, half = kernels.scaled, torch.bfloat16
+    assert scaled(sums, steps, half, scale=scale, bias=scale) is not None
+    assert scaled(sums, steps, half, scale=scale[:1].view(1, 1)) is not None
+    assert scaled(sums.t().contiguous().t(), steps, half) is None
+    assert scaled(sums.long(), steps, half) is None
+    assert scaled(sums, steps.double(), half) is None
+    assert scaled(sums, steps[:1], half) is None
+    assert scaled(sums, steps, torch.float64) is None
+    for wrong in (scale[:7], scale.double(), scale.to(torch.float8_e4m3fn)):
+        assert scaled(sums, steps, half, scale=wrong) is None
+        assert scaled(sums, steps, half, bias=wrong) is None
 
 
 def test_products_that_do_not_fit_are_left(takes_cpu):

@@ -7,6 +7,7 @@ prints a JSON list of failures. Triton reads the variable when it is imported, h
 """
 
 import json
+import re
 import sys
 from functools import partial
 from types import SimpleNamespace
@@ -160,12 +161,14 @@ def interpret(seed):
     return wrong
 
 
-def compile_all(capability, ids):
-    """Compile, where they would be launched, the kernels of the schemes ``ids``, or of all."""
+DOT = r"tt\.dot .*tensor<(?:\d+x)*(\d+)xb?f16, #ttg\.dot_op<\{opIdx = 0, parent = [^,]*, kWidth = (\d+)"
+"""The columns of the first factor of a product by tensor cores, and how many of them each thread reads at once."""
+
+
+def compiled_only(module, capability, seen=lambda ptx: None):
+    """The kernels of ``module``; where they would be launched they are compiled, and ``seen`` is told the PTX."""
     import triton
     from triton.backends.compiler import GPUTarget
-
-    from torchtether.gpu import decoding_kernels
 
     class Driver:
         """A GPU as the compiler asks for it, without one."""
@@ -177,21 +180,31 @@ def compile_all(capability, ids):
 
     class Kernel:
         def __init__(self, name):
-            self.kernel = getattr(decoding_kernels, name)
+            self.kernel = getattr(module, name)
 
         def __getitem__(self, grid):
             return self.launch
 
-        def launch(self, *args, enable_fp_fusion, **options):
+        def launch(self, *args, enable_fp_fusion=True, **options):
             made = self.kernel.warmup(*args, grid=(1,), enable_fp_fusion=enable_fp_fusion, **options)
             assert made.asm["cubin"]
             assert ".ftz" not in made.asm["ptx"], "small numbers become 0"
             assert enable_fp_fusion or "fma.rn.f32" not in made.asm["ptx"], "a product and a sum are rounded once"
+            for columns, width in re.findall(DOT, made.asm["ttgir"]):
+                assert int(columns) >= 4 * int(width), "four threads read some columns of a product twice"
+            seen(made.asm["ptx"])
 
-    found = SimpleNamespace(decode_rows=Kernel("decode_rows"), multiply_rows=Kernel("multiply_rows"))
-    decoding._kernels = lambda: found
     serving.runs_on = lambda device: True
-    wrong = []
+    names = [name for name, one in vars(module).items() if isinstance(one, triton.JITFunction)]
+    return SimpleNamespace(**{name: Kernel(name) for name in names})
+
+
+def compile_all(capability, ids):
+    """Compile, where they would be launched, the kernels of the schemes ``ids``, or of all."""
+    from torchtether.gpu import decoding_kernels
+
+    found, wrong = compiled_only(decoding_kernels, capability), []
+    decoding._kernels = lambda: found
     for number, row in enumerate(ROWS):
         if ids and row.id not in ids:
             continue
@@ -204,6 +217,13 @@ def compile_all(capability, ids):
             gpu.gather(layout, parts, dtype, torch.arange(3))
             for count in (1, 16):
                 gpu.linear(layout, parts, torch.zeros(count, 4096, dtype=dtype), torch.zeros(32, dtype=dtype))
+            for columns in (16, 64, 256):
+                try:
+                    narrow = encoded(torch.randn(9000, columns), row.scheme)
+                except tt.SchemeError:
+                    continue
+                layout = narrow.kernel_layout
+                gpu.linear(layout, layout.pick_from(narrow), torch.zeros(3, columns, dtype=torch.bfloat16), None)
         except Exception as error:  # of many types
             wrong.append(f"{row.id} {dtype}: {error!r}")
     return wrong

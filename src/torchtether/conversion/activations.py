@@ -34,7 +34,7 @@ def quantize_activations(
     0.7 to 1 % (int8), 2 to 3 % (float8, mxfp8), 8 to 10 % (nvfp4) or 11 to 13 % (mxfp4) of its norm; inputs with a few
     large values lose more if their row has one scale.  With AVX2 it makes products with 4-bit integers faster; on CUDA
     devices Weights of the same kind (for "int8" and "float8": with a scale per row) go to torch's products of codes
-    with codes, which no GPU has run yet; elsewhere it gains no time.
+    with codes; elsewhere it gains no time.
 
     ``only``: globs over the names of Weights; by default all Weights of two dimensions.  Stacks of matrices, which
     ``F.grouped_mm`` multiplies (experts), are included only if a glob matches their name.  The setting is part of the

@@ -16,12 +16,27 @@ MOST_ROWS = 16
 """The most rows of inputs that one product takes."""
 
 DECODED = (16, 256, 4)
-ONE_ROW = (4, 1024, 4)
-FEW_ROWS = (32, 128, 4)
-"""Rows and columns of codes that a program processes at once, and its warps: to decode them, and in products.
+"""Rows and columns of codes that a program decodes at once, and its warps."""
 
-Not measured: ``python -m tests.gpu --only tiles`` tries others.
+MANY = 8192
+"""The least rows of a weight for which programs take more rows each: there are enough of them for the whole GPU."""
+
+ONE_ROW = {"words": (8, 4), "table": (2, 1), "many of a table": (4, 1), "bytes": (2, 4), "e4m3": (8, 4)}
+"""Rows of codes and warps of a program in a product of one row of inputs, by what codes are; each thread reads 16 bytes
+of a row at once. A table is in the memory that warps share: a single one need not wait for others."""
+
+OTHER_ROW = (4, 1024, 4)
+"""Rows, columns and warps of a program in a product of one row of inputs by a less simple format."""
+
+FEW_ROWS = {"": (16, 512, 4), "many of 8 bits": (32, 512, 4), "many of a table": (32, 128, 2)}
+"""Rows and columns of codes and warps of a program in a product of up to ``MOST_ROWS`` rows of inputs.
+
+All were the fastest, or nearly, on an H100, for 4096 x 4096, 4096 x 11008, 8192 x 28672 and 28672 x 8192 numbers;
+``python -m tests.gpu --only tiles`` tries others.
 """
+
+MAGIC = 0x4B000000
+"""The bits of 2.0**23, an argument of the kernels: of a constant, the compiler would make one more instruction."""
 
 
 class Codes(NamedTuple):
@@ -56,10 +71,12 @@ def decode(codes: Codes, out: Tensor, *, rows: int, start: int = 0, index: Tenso
             out.shape[0],
             rows,
             *codes.arguments,
+            MAGIC,
             codes.form,
             high,
             wide,
             _groups_in(codes.form, wide),
+            False,
             num_warps=warps,
             enable_fp_fusion=False,
         )
@@ -76,10 +93,17 @@ def multiply(codes: Codes, x: Tensor, bias: Tensor | None, out: Tensor) -> None:
     count, rows = out.shape
     if not out.numel():
         return
-    is_one = count == 1
-    high, most, warps = ONE_ROW if is_one else FEW_ROWS
-    wide, across = _tile(codes.form, codes.columns, most)
+    form, columns = codes.form, codes.columns
+    in_words = form.bits == 4 and form.group % 8 == 0 and _is_simple(form) and _has_words(codes)
     with on(out):
+        if count == 1 and (one := tile_of_one(form, rows, columns)):
+            high, wide, parts, warps = one
+            _kernels().multiply_row[(-(-rows // high),)](
+                out, x, bias, rows, *codes.arguments, MAGIC, form, high, wide, parts, in_words, num_warps=warps
+            )
+            return
+        high, wide, parts, warps = tile_of_few(form, rows, columns, count)
+        across = _groups_in(form, wide)
         _kernels().multiply_rows[(-(-rows // high),)](
             out,
             x,
@@ -88,22 +112,64 @@ def multiply(codes: Codes, x: Tensor, bias: Tensor | None, out: Tensor) -> None:
             x.stride(0),
             rows,
             *codes.arguments,
-            codes.form,
-            1 if is_one else MOST_ROWS,
+            MAGIC,
+            form,
+            1 if count == 1 else MOST_ROWS,
             high,
             wide,
             across,
-            codes.columns % wide == 0,
+            in_words and across * 8 <= wide >= 128,
+            parts,
+            columns % wide == 0,
             num_warps=warps,
-            enable_fp_fusion=True,
         )
 
 
+def _is_simple(form: CodeFormat) -> bool:
+    return form.family == "simple" and not form.is_flat
+
+
+def _has_words(codes: Codes) -> bool:
+    """Return whether rows of codes consist of aligned words of 4 bytes."""
+    first, row_bytes = codes.arguments[0], codes.arguments[6]
+    assert isinstance(first, Tensor)
+    assert isinstance(row_bytes, int)
+    return row_bytes % 4 == 0 and first.data_ptr() % 4 == 0
+
+
 @lru_cache(maxsize=4096)
-def _tile(form: CodeFormat, columns: int, most: int) -> tuple[int, int]:
-    """Return the columns of a tile of a product, at most ``most``, and its groups of columns."""
-    wide = max(16, min(most, 1 << (columns - 1).bit_length()))
-    return wide, _groups_in(form, wide)
+def tile_of_one(form: CodeFormat, rows: int, columns: int) -> tuple[int, int, int, int] | None:
+    """Return the tile of ``multiply_row``: rows, columns, parts of a row with a sum each, and warps.
+
+    ``None`` if the format does not suit it.
+    """
+    if not _is_simple(form) or 8 % form.bits or form.group % 8 or form.group & (form.group - 1):
+        return None
+    kind = form.source if form.source in ("table", "e4m3") else "words" if form.bits == 4 else "bytes"
+    high, warps = ONE_ROW["many of a table" if kind == "table" and rows >= MANY else kind]
+    each = 16 * 8 // form.bits
+    while warps > 1 and each * 32 * warps > columns:
+        warps //= 2
+    wide = each * 32 * warps
+    return high, wide, wide // min(each, form.group), warps
+
+
+@lru_cache(maxsize=4096)
+def tile_of_few(form: CodeFormat, rows: int, columns: int, count: int) -> tuple[int, int, int, int]:
+    """Return the tile of ``multiply_rows``: rows, columns, parts of the columns with sums of their own, and warps.
+
+    A part has at least 128 bits of each row: Triton's product lets each of four threads read 32 bits of it, as it sees
+    through what unpacks the codes, and of fewer counts some twice.
+    """
+    if count == 1:
+        high, most, warps = OTHER_ROW
+        return high, max(16, min(most, 1 << (columns - 1).bit_length())), 1, warps
+    kind = "many of a table" if form.source == "table" else "many of 8 bits" if form.bits == 8 else ""
+    high, most, warps = FEW_ROWS[kind if rows >= MANY else ""]
+    least = 128 // form.bits if 8 % form.bits == 0 else 16
+    wide = max(least, min(most, 1 << (columns - 1).bit_length()))
+    parts = min(warps, wide // least)
+    return high, wide, parts, parts
 
 
 @cache

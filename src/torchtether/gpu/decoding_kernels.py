@@ -12,6 +12,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .code_format import WHOLE as _WHOLE
+
+WHOLE = tl.constexpr(_WHOLE)
+
 
 @triton.jit
 def _table(VALUES: tl.constexpr, SIZE: tl.constexpr):
@@ -32,10 +36,11 @@ def _look_up(table, codes):
 
 @triton.jit
 def _from_e4m3(codes):
-    """Return the numbers of e4m3 bytes; by way of float16, which holds all of them, and which every GPU reads."""
-    byte = codes.to(tl.uint16)
-    half = ((byte & 0x80) << 8 | (byte & 0x7F) << 7).to(tl.float16, bitcast=True)
-    return tl.where((byte & 0x7F) == 0x7F, float("nan"), half.to(tl.float32) * 256.0)
+    """Return the numbers of e4m3 bytes: as a float32 with a smaller exponent, times a power of two; every GPU can."""
+    byte = codes.to(tl.int32)
+    bits = (byte << 24) >> 4 & -0x78100000  # the sign, 4 bits of exponent, 3 of mantissa
+    small = bits.to(tl.float32, bitcast=True)
+    return tl.where((byte & 0x7F) == 0x7F, float("nan"), small * 1.329227995784916e36)  # 2**120
 
 
 @triton.jit
@@ -92,6 +97,66 @@ def _levels(codes, FORMAT: tl.constexpr):
 
 
 @triton.jit
+def _nibble(words, less, magic, AT: tl.constexpr, FORMAT: tl.constexpr):
+    """Return the 4 bits of each word from bit ``AT`` on; if they are integers, as floats, minus ``less``.
+
+    An integer becomes a float as the lowest bits of 2**23 + 2**AT * it: a conversion takes twice as long.
+    """
+    if FORMAT.source == "table":
+        made = words >> AT & 15
+    else:
+        made = (words & (15 << AT) | magic).to(tl.float32, bitcast=True)
+        made = made * (1.0 / (1 << AT)) - (8388608.0 / (1 << AT) + less)  # every step is exact
+    return made
+
+
+@triton.jit
+def _nibbles(words, less, magic, FORMAT: tl.constexpr):
+    """Return the levels of the 8 codes of each word, minus ``less``: (N, 8 W) from (N, W)."""
+    high = words >> 16
+    even = tl.interleave(
+        tl.interleave(_nibble(words, less, magic, 0, FORMAT), _nibble(high, less, magic, 0, FORMAT)),
+        tl.interleave(_nibble(words, less, magic, 8, FORMAT), _nibble(high, less, magic, 8, FORMAT)),
+    )
+    odd = tl.interleave(
+        tl.interleave(_nibble(words, less, magic, 4, FORMAT), _nibble(high, less, magic, 4, FORMAT)),
+        tl.interleave(_nibble(words, less, magic, 12, FORMAT), _nibble(high, less, magic, 12, FORMAT)),
+    )
+    made = tl.interleave(even, odd)
+    if FORMAT.source == "table":
+        made = _look_up(_table(FORMAT.table, 16), made)
+    return made
+
+
+@triton.jit
+def _steps(
+    codes, zero, n, is_row, at, mask, k, columns, row_bytes, magic,
+    FORMAT: tl.constexpr, N: tl.constexpr, K: tl.constexpr, S: tl.constexpr, IN_WORDS: tl.constexpr,
+):  # fmt: skip
+    """Return the levels of the rows ``n`` at the columns ``k`` to ``k + K``, minus zero points and offset: (N, K).
+
+    ``at`` (N, S) are the indices of the zero points.
+    """
+    less = FORMAT.offset
+    if zero is not None:
+        less = tl.load(zero + at, mask, other=0).to(tl.float32) + FORMAT.offset
+    if IN_WORDS:
+        word = k // 8 + tl.arange(0, K // 8)
+        is_word = is_row[:, None] & (word < row_bytes // 4)[None, :]
+        words = codes.to(tl.pointer_type(tl.int32)) + n[:, None] * (row_bytes // 4) + word[None, :]
+        if zero is not None:
+            less = _spread(less, N, K // 8, S)
+        made = _nibbles(tl.load(words, is_word, other=0), less, magic, FORMAT)
+    else:
+        made = _levels(_codes(codes, n, is_row, k, columns, row_bytes, FORMAT, K), FORMAT)
+        if zero is not None:
+            made = made - _spread(less, N, K, S)
+        elif FORMAT.offset != 0.0:
+            made = made - FORMAT.offset
+    return made
+
+
+@triton.jit
 def _scales(scale, extra, offset, at, mask, FORMAT: tl.constexpr):
     """Return the scales at the indices ``at``, float32."""
     made = tl.load(scale + at, mask, other=0)
@@ -122,14 +187,14 @@ def _spread(values, N: tl.constexpr, K: tl.constexpr, S: tl.constexpr):
 
 @triton.jit
 def _values(
-    codes, scale, zero, extra, offset, n, is_row, k, columns, row_bytes, groups, height,
-    FORMAT: tl.constexpr, N: tl.constexpr, K: tl.constexpr, S: tl.constexpr,
+    codes, scale, zero, extra, offset, n, is_row, k, columns, row_bytes, groups, height, magic,
+    FORMAT: tl.constexpr, N: tl.constexpr, K: tl.constexpr, S: tl.constexpr, IN_WORDS: tl.constexpr,
 ):  # fmt: skip
     """Return the values of the rows ``n`` (N,) at the columns ``k`` to ``k + K``: (N, K) float32.
 
     ``S`` is the number of groups of columns in a tile: 1, several of equal width, or K if their widths differ.
+    ``IN_WORDS``: a row consists of aligned words of 8 codes, each in one group.
     """
-    x = _levels(_codes(codes, n, is_row, k, columns, row_bytes, FORMAT, K), FORMAT)
     column = k + tl.arange(0, S) * (K // S)
     is_column = column < columns
     mask = is_row[:, None] & is_column[None, :]
@@ -139,6 +204,8 @@ def _values(
         at = (n // height * groups)[:, None] + tl.load(extra + column, is_column, other=0)[None, :]
     else:
         at = (n // height * groups)[:, None] + (column // FORMAT.group)[None, :]
+    if FORMAT.family == "super" or FORMAT.family == "biased" or FORMAT.family == "biased_first":
+        x = _levels(_codes(codes, n, is_row, k, columns, row_bytes, FORMAT, K), FORMAT)
     if FORMAT.family == "super":
         supers = tl.cdiv(groups, FORMAT.nested)
         wide = (n * supers)[:, None] + (column // FORMAT.group // FORMAT.nested)[None, :]
@@ -160,22 +227,18 @@ def _values(
         else:
             x = _rounded(_rounded(x * by, FORMAT.rounds) + bias, FORMAT.rounds)
     else:
-        by = _scales(scale, extra, offset, at, mask, FORMAT)
-        if zero is not None:
-            x = x - _spread(tl.load(zero + at, mask, other=0).to(tl.float32) + FORMAT.offset, N, K, S)
-        elif FORMAT.offset != 0.0:
-            x = x - FORMAT.offset
-        x = x * _spread(by, N, K, S)
+        x = _steps(codes, zero, n, is_row, at, mask, k, columns, row_bytes, magic, FORMAT, N, K, S, IN_WORDS)
+        x = x * _spread(_scales(scale, extra, offset, at, mask, FORMAT), N, K, S)
         if FORMAT.unit != 1.0:
             x = x * FORMAT.unit
     return x
 
 
-@triton.jit(do_not_specialize=["start", "count", "rows"])
+@triton.jit(do_not_specialize=["start", "count", "rows", "magic"])
 def decode_rows(
     out, index, start, count, rows,
-    codes, scale, zero, extra, offset, columns, row_bytes, groups, height,
-    FORMAT: tl.constexpr, N: tl.constexpr, K: tl.constexpr, S: tl.constexpr,
+    codes, scale, zero, extra, offset, columns, row_bytes, groups, height, magic,
+    FORMAT: tl.constexpr, N: tl.constexpr, K: tl.constexpr, S: tl.constexpr, IN_WORDS: tl.constexpr,
 ):  # fmt: skip
     """Write ``count`` rows to ``out``: those from ``start`` on, or those in ``index``, NaN for one out of range."""
     tile = tl.program_id(0)
@@ -190,7 +253,8 @@ def decode_rows(
         n = tl.load(index + i, is_row, other=0).to(tl.int64)
         is_there = is_row & (n >= 0) & (n < rows)
     x = _values(
-        codes, scale, zero, extra, offset, n, is_there, k, columns, row_bytes, groups, height, FORMAT, N, K, S
+        codes, scale, zero, extra, offset, n, is_there, k, columns, row_bytes, groups, height, magic,
+        FORMAT, N, K, S, IN_WORDS,
     )  # fmt: skip
     if index is not None:
         x = tl.where(is_there[:, None], x, float("nan"))
@@ -199,20 +263,55 @@ def decode_rows(
     tl.store(out + i[:, None] * columns + column[None, :], x.to(out.dtype.element_ty), mask)
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(do_not_specialize=["magic"])
+def multiply_row(
+    out, x, bias, rows,
+    codes, scale, zero, extra, offset, columns, row_bytes, groups, height, magic,
+    FORMAT: tl.constexpr, N: tl.constexpr, K: tl.constexpr, S: tl.constexpr, IN_WORDS: tl.constexpr,
+):  # fmt: skip
+    """Write the product of one row ``x`` with values of the family "simple": each sum in a group is scaled once."""
+    n = tl.program_id(0).to(tl.int64) * N + tl.arange(0, N)
+    is_row = n < rows
+    sums = tl.zeros((N, S), tl.float32)
+    for k in range(0, columns, K):
+        column, first = k + tl.arange(0, K), k + tl.arange(0, S) * (K // S)
+        mask = is_row[:, None] & (first < columns)[None, :]
+        at = (n // height * groups)[:, None] + (first // FORMAT.group)[None, :]
+        w = _steps(codes, zero, n, is_row, at, mask, k, columns, row_bytes, magic, FORMAT, N, K, S, IN_WORDS)
+        some = tl.load(x + column, column < columns, other=0).to(tl.float32)
+        part = tl.sum(tl.reshape(w * some[None, :], (N, S, K // S)), 2)
+        if FORMAT.group < WHOLE:
+            part = part * _scales(scale, extra, offset, at, mask, FORMAT)
+        sums += part
+    made = tl.sum(sums, 1)
+    if FORMAT.group == WHOLE:
+        made = made * _scales(scale, extra, offset, n // height, is_row, FORMAT)
+    if FORMAT.unit != 1.0:
+        made = made * FORMAT.unit
+    if bias is not None:
+        made += tl.load(bias + n, is_row, other=0).to(tl.float32)
+    tl.store(out + n, made.to(out.dtype.element_ty), is_row)
+
+
+@triton.jit(do_not_specialize=["count", "magic"])
 def multiply_rows(
     out, x, bias, count, stride, rows,
-    codes, scale, zero, extra, offset, columns, row_bytes, groups, height,
-    FORMAT: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, S: tl.constexpr, IS_EVEN: tl.constexpr,
+    codes, scale, zero, extra, offset, columns, row_bytes, groups, height, magic,
+    FORMAT: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, S: tl.constexpr, IN_WORDS: tl.constexpr,
+    B: tl.constexpr, IS_EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Write ``x @ values.T + bias``; if ``M``, the most rows, is not 1, values are rounded to the dtype of ``x``."""
+    """Write ``x @ values.T + bias``; if ``M``, the most rows, is not 1, values are rounded to the dtype of ``x``.
+
+    Of ``M`` rows ``B`` parts of the columns of a tile have sums of their own, and warps of their own to compute them.
+    """
     n = tl.program_id(0).to(tl.int64) * N + tl.arange(0, N)
     is_row = n < rows
     m = tl.arange(0, M).to(tl.int64)
-    sums = tl.zeros((N, K if M == 1 else M), tl.float32)
+    sums = tl.zeros((N, K), tl.float32) if M == 1 else tl.zeros((B, N, M), tl.float32)
     for k in range(0, columns, K):
         w = _values(
-            codes, scale, zero, extra, offset, n, is_row, k, columns, row_bytes, groups, height, FORMAT, N, K, S
+            codes, scale, zero, extra, offset, n, is_row, k, columns, row_bytes, groups, height, magic,
+            FORMAT, N, K, S, IN_WORDS,
         )  # fmt: skip
         column = k + tl.arange(0, K)
         is_column = column < columns
@@ -221,10 +320,12 @@ def multiply_rows(
         if M == 1:
             sums += w * tl.load(x + column, is_column, other=0).to(tl.float32)[None, :]
         else:
-            mask = is_column[:, None] & (m < count)[None, :]
-            some = tl.load(x + m[None, :] * stride + column[:, None], mask, other=0)
-            sums = tl.dot(w.to(some.dtype), some, sums, input_precision="ieee")
-    made = tl.sum(sums, 1)[:, None] if M == 1 else sums
+            at = k + tl.arange(0, B)[:, None, None] * (K // B) + tl.arange(0, K // B)[None, :, None]
+            mask = (at < columns) & (m < count)[None, None, :]
+            some = tl.load(x + m[None, None, :] * stride + at, mask, other=0)
+            each = tl.permute(tl.reshape(w.to(some.dtype), (N, B, K // B)), (1, 0, 2))
+            sums = tl.dot(each, some, sums, input_precision="ieee")
+    made = tl.sum(sums, 1)[:, None] if M == 1 else tl.sum(sums, 0)
     if bias is not None:
         made += tl.load(bias + n, is_row, other=0).to(tl.float32)[:, None]
     mask = is_row[:, None] & (m < count)[None, :]

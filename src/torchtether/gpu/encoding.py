@@ -3,12 +3,15 @@
 They take the arguments of the loops of ``compiled``, and give the same bits.  ``x`` (R, K) is contiguous, of a dtype
 that ``can_read`` accepts; ``scale`` and ``zero``, float32, (R or 1, groups) have one entry per ``width`` columns;
 ``codes`` (R, bytes) may be the first columns of a wider table.  Only ``encode_rows`` waits for the GPU, once, to learn
-whether all numbers were finite.  No GPU has run them: Triton's interpreter has, and they compile for sm_80 and sm_90.
+whether all numbers were finite; with ``unchecked`` its caller does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import lru_cache
 from importlib import import_module
 from typing import Any
 
@@ -66,11 +69,32 @@ def _extremes(x: Tensor, width: int, *, signed: bool) -> tuple[Tensor, Tensor] |
     return low, high
 
 
+class _Unchecked(threading.local):
+    flags: list[Tensor] | None = None
+
+
+_unchecked = _Unchecked()
+
+
+@contextmanager
+def unchecked() -> Iterator[list[Tensor]]:
+    """Have ``encode_rows`` on this thread not wait for the GPU, but return True.
+
+    Yields a list of its flags, int32 (1,) on the GPU, that work queued later can read: 1 where it should have been
+    False. Then everything that was encoded in this context is undefined, and must be encoded again outside.
+    """
+    before, _unchecked.flags = _unchecked.flags, []
+    try:
+        yield _unchecked.flags
+    finally:
+        _unchecked.flags = before
+
+
 def encode_rows(fields: Mapping[str, Any], values: Tensor, parts: tuple[Tensor, ...]) -> bool:
     """Write scales and codes of all ``values`` in one pass; return whether that was done, else ``parts`` are undefined.
 
     ``fields`` are those of the compiled loops' recipe; ``parts`` the codes, the scales and the zero points, contiguous.
-    It fails where a number is not finite, or too large; that check waits for the GPU.
+    It fails where a number is not finite, or too large; that check waits for the GPU, unless it is ``unchecked``.
     """
     columns, width = fields["columns"], fields["width"]
     if not can_read(values) or not _suits(width, columns, fields["bits"]) or width > _LONGEST:
@@ -88,6 +112,9 @@ def encode_rows(fields: Mapping[str, Any], values: Tensor, parts: tuple[Tensor, 
     )  # fmt: skip
     for part in parts:
         _note_written(part)
+    if _unchecked.flags is not None:
+        _unchecked.flags.append(bad)
+        return True
     return not bool(bad)
 
 
@@ -213,9 +240,29 @@ def _encode(
         offset, zero_offset,
         KIND=kind, BITS=bits, FITS=fits, LOOPS=fits and block < width, DIVIDES=divides, SHIFTS=shifts,
         FLAT=is_flat, SHARED=is_shared, MANTISSA=mantissa, BIAS=bias,
-        EDGES=edges, ORDER=signed if order else (), FULL=is_flat and width % block == 0, RUNS=runs, BLOCK=block,
+        EDGES=edges, PLACES=_places(tuple(edges)), ORDER=signed if order else (),
+        FULL=is_flat and width % block == 0, RUNS=runs, BLOCK=block,
     )  # fmt: skip
     return True
+
+
+@lru_cache
+def _places(edges: tuple[float, ...]) -> tuple[int, ...]:
+    """Return 1 / a step, and the nearest multiples of the step to 15 ascending thresholds between -1 and 1.
+
+    Empty if there is no step for which all are different.
+
+    >>> _places((-0.5, *[0.1 * n for n in range(9)], *[float("inf")] * 5))
+    (16, -8, 0, 2, 3, 5, 6, 8, 10, 11, 13)
+    """
+    finite = [edge for edge in edges if edge < float("inf")]
+    if len(edges) != 15 or not finite or finite[0] < -1 or finite[-1] > 1:
+        return ()
+    for most in (8, 16, 32):
+        places = [round(edge * most) for edge in finite]
+        if len(set(places)) == len(places):
+            return most, *places
+    return ()
 
 
 def _bytes(codes: Tensor) -> Tensor:

@@ -22,19 +22,28 @@ AFFINE, FLOAT8, NEAREST = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
 @triton.jit
-def _bits(x):
+def bits_of(x):
     return x.to(tl.int32, bitcast=True)
 
 
 @triton.jit
-def _float(bits):
+def float_of(bits):
     return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def widened(x):
+    """Return ``x``, of any dtype, as float32."""
+    if x.dtype == tl.bfloat16:  # Triton's interpreter gets subnormal ones wrong
+        return float_of(x.to(tl.int16, bitcast=True).to(tl.int32) << 16)
+    else:
+        return x.to(tl.float32)
 
 
 @triton.jit
 def _ordered(x):
     """Return integers in the order of the floats, NaN beyond infinity. The same function maps them back."""
-    bits = _bits(x)
+    bits = bits_of(x)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
@@ -50,11 +59,7 @@ def _begins(run, width, columns, groups, FLAT: tl.constexpr):
 @triton.jit
 def _read(x_ptr, begin, column, count, valid, FULL: tl.constexpr):
     inside = valid[:, None] & (column[None, :] >= 0 if FULL else column[None, :] < count[:, None])
-    x = tl.load(x_ptr + begin[:, None] + column[None, :], mask=inside, other=0.0)
-    if x.dtype == tl.bfloat16:  # Triton's interpreter gets subnormal ones wrong
-        return _float(x.to(tl.int16, bitcast=True).to(tl.int32) << 16), inside
-    else:
-        return x.to(tl.float32), inside
+    return widened(tl.load(x_ptr + begin[:, None] + column[None, :], mask=inside, other=0.0)), inside
 
 
 @triton.jit
@@ -65,7 +70,7 @@ def _ends(x, inside, SIGNED: tl.constexpr):
         low = tl.min(tl.where(inside, ordered, 0x7FFFFFFF), 1)
         return low, tl.max(tl.where(inside, ordered, -0x7FFFFFFF), 1)
     else:
-        high = tl.max(tl.where(inside, _bits(x) & 0x7FFFFFFF, 0), 1)
+        high = tl.max(tl.where(inside, bits_of(x) & 0x7FFFFFFF, 0), 1)
         return high * 0, high
 
 
@@ -97,9 +102,9 @@ def find_extremes(
     begin, count = _begins(run, width, columns, groups, FLAT)
     low, high = _ends_of_runs(x_ptr, begin, count, valid, width, SIGNED, LOOPS, FULL, BLOCK)
     if SIGNED:
-        tl.store(low_ptr + run, _float(low ^ ((low >> 31) & 0x7FFFFFFF)), mask=valid)
+        tl.store(low_ptr + run, float_of(low ^ ((low >> 31) & 0x7FFFFFFF)), mask=valid)
         high = high ^ ((high >> 31) & 0x7FFFFFFF)
-    tl.store(high_ptr + run, _float(high), mask=valid)
+    tl.store(high_ptr + run, float_of(high), mask=valid)
 
 
 @triton.jit
@@ -145,33 +150,59 @@ def _above_7(y, E: tl.constexpr):
 
 
 @triton.jit
+def _above_by_place(y, E: tl.constexpr, PLACES: tl.constexpr):
+    """Return the number of thresholds below ``y``, of which no two have the same nearest multiple of a step.
+
+    ``PLACES`` are 1 / step, then those multiples. Rounding keeps the order, so that ``y`` is on the same side of all
+    thresholds but the one of its own multiple, with which it is compared.
+    """
+    MOST: tl.constexpr = PLACES[0]
+    place = tl.arange(0, 4 * MOST) - MOST  # -1 to 1 is enough, but not a power of two
+    edge = tl.full((4 * MOST,), float("inf"), tl.float32)
+    below = tl.zeros((4 * MOST,), tl.int32)
+    for i in tl.static_range(len(PLACES) - 1):
+        edge = tl.where(place == PLACES[i + 1], E[i], edge)
+        below += tl.where(place > PLACES[i + 1], 1, 0)
+    at = bits_of(_clamped(y, -1.0, 1.0) * MOST + MAGIC) - (0x4B400000 - MOST)  # the bits of MAGIC
+    at = tl.reshape(at & (4 * MOST - 1), (at.numel,))  # of NaN, too, there is an entry
+    edge, below = tl.reshape(tl.gather(edge, at, 0), y.shape), tl.reshape(tl.gather(below, at, 0), y.shape)
+    return below + tl.where(y > edge, 1, 0)
+
+
+@triton.jit
+def float8_codes(y, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
+    """Return the codes of ``y``, which must round to a finite one, in the lowest bytes of integers."""
+    CUT: tl.constexpr = 23 - MANTISSA
+    UNIT: tl.constexpr = (128 - BIAS + CUT) << 23
+    bits = bits_of(y)
+    rest = bits & 0x7FFFFFFF
+    normal = (rest - ((127 - BIAS) << 23) + ((1 << (CUT - 1)) - 1) + ((rest >> CUT) & 1)) >> CUT
+    subnormal = bits_of(float_of(rest) + float_of(tl.full(rest.shape, UNIT, tl.int32))) - UNIT
+    return ((bits >> 24) & 0x80) | tl.where(rest < ((128 - BIAS) << 23), subnormal, normal)
+
+
+@triton.jit
 def _codes(
     x, by, shift, lowest, highest, offset,
     KIND: tl.constexpr, DIVIDES: tl.constexpr, SHIFTS: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
-    EDGES: tl.constexpr, ORDER: tl.constexpr,
+    EDGES: tl.constexpr, PLACES: tl.constexpr, ORDER: tl.constexpr,
 ):  # fmt: skip
     """Return the codes of ``x``, in the lowest bytes of integers."""
     y = tl.div_rn(x, by) if DIVIDES else x * by
     if SHIFTS:
         y = y + shift
     if KIND == AFFINE:
-        return _bits(_clamped(y, lowest, highest) + MAGIC) + offset
+        return bits_of(_clamped(y, lowest, highest) + MAGIC) + offset
     elif KIND == FLOAT8:
-        CUT: tl.constexpr = 23 - MANTISSA
-        UNIT: tl.constexpr = (128 - BIAS + CUT) << 23
-        bits = _bits(_clamped(y, lowest, highest))
-        rest = bits & 0x7FFFFFFF
-        normal = (rest - ((127 - BIAS) << 23) + ((1 << (CUT - 1)) - 1) + ((rest >> CUT) & 1)) >> CUT
-        subnormal = _bits(_float(rest) + _float(tl.full(rest.shape, UNIT, tl.int32))) - UNIT
-        return ((bits >> 24) & 0x80) | tl.where(rest < ((128 - BIAS) << 23), subnormal, normal)
+        return float8_codes(_clamped(y, lowest, highest), MANTISSA, BIAS)
     elif len(EDGES) == 7:  # of magnitudes; the sign is the highest of four bits
-        bits = _bits(y)
-        return ((bits >> 28) & 8) | _above_7(_float(bits & 0x7FFFFFFF), EDGES)
-    elif len(ORDER) == 0:
-        return _above(y, EDGES)
+        bits = bits_of(y)
+        return ((bits >> 28) & 8) | _above_7(float_of(bits & 0x7FFFFFFF), EDGES)
     else:
-        place = _above(y, EDGES)
-        return (tl.where(place > 7, ORDER[1], ORDER[0]) >> ((place & 7) * 4)) & 15
+        place = _above_by_place(y, EDGES, PLACES) if len(PLACES) > 0 else _above(y, EDGES)
+        if len(ORDER) > 0:
+            place = (tl.where(place > 7, ORDER[1], ORDER[0]) >> ((place & 7) * 4)) & 15
+        return place
 
 
 @triton.jit
@@ -197,7 +228,8 @@ def encode(
     total, width, columns, groups, stride, pieces, span, unit, lowest, highest, offset, zero_offset,
     KIND: tl.constexpr, BITS: tl.constexpr, FITS: tl.constexpr, LOOPS: tl.constexpr, DIVIDES: tl.constexpr,
     SHIFTS: tl.constexpr, FLAT: tl.constexpr, SHARED: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
-    EDGES: tl.constexpr, ORDER: tl.constexpr, FULL: tl.constexpr, RUNS: tl.constexpr, BLOCK: tl.constexpr,
+    EDGES: tl.constexpr, PLACES: tl.constexpr, ORDER: tl.constexpr, FULL: tl.constexpr, RUNS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write the codes of each run, under given scales (SHARED: one row of them for all rows), or (FITS) under its own.
 
@@ -218,10 +250,10 @@ def encode(
         if SHIFTS:
             low, high = tl.minimum(low, 0), tl.maximum(high, 0)  # 0 is its own ordered integer
             low, high = low ^ ((low >> 31) & 0x7FFFFFFF), high ^ ((high >> 31) & 0x7FFFFFFF)
-        scale, by, shift, bad = _fit(_float(low), _float(high), span, unit, lowest, highest, KIND, SHIFTS)
+        scale, by, shift, bad = _fit(float_of(low), float_of(high), span, unit, lowest, highest, KIND, SHIFTS)
         tl.store(scale_ptr + run, scale, mask=valid)
         if SHIFTS:
-            tl.store(zero_ptr + run, (_bits(shift + MAGIC) + zero_offset).to(tl.uint8), mask=valid)
+            tl.store(zero_ptr + run, (bits_of(shift + MAGIC) + zero_offset).to(tl.uint8), mask=valid)
         tl.store(bad_ptr + 0 * run, tl.full([RUNS], 1, tl.int32), mask=valid & bad)
     else:
         at = run % groups if SHARED else run
@@ -230,11 +262,9 @@ def encode(
         if SHIFTS:
             shift = tl.load(zero_ptr + at, mask=valid, other=0.0)
     by, shift = by[:, None], shift[:, None]
-    x, _ = _read(x_ptr, begin, first + tl.arange(0, BLOCK), count, valid, FULL)
-    codes = _codes(x, by, shift, lowest, highest, offset, KIND, DIVIDES, SHIFTS, MANTISSA, BIAS, EDGES, ORDER)
-    _store(codes_ptr, codes, to, first, count, valid, BITS, FULL, BLOCK, RUNS)
-    if LOOPS:
-        for start in range(BLOCK, width, BLOCK):
-            x, _ = _read(x_ptr, begin, start + tl.arange(0, BLOCK), count, valid, FULL)
-            codes = _codes(x, by, shift, lowest, highest, offset, KIND, DIVIDES, SHIFTS, MANTISSA, BIAS, EDGES, ORDER)
-            _store(codes_ptr, codes, to, start, count, valid, BITS, FULL, BLOCK, RUNS)
+    for start in range(first, width if LOOPS else first + BLOCK, BLOCK):
+        x, _ = _read(x_ptr, begin, start + tl.arange(0, BLOCK), count, valid, FULL)
+        codes = _codes(
+            x, by, shift, lowest, highest, offset, KIND, DIVIDES, SHIFTS, MANTISSA, BIAS, EDGES, PLACES, ORDER
+        )  # fmt: skip
+        _store(codes_ptr, codes, to, start, count, valid, BITS, FULL, BLOCK, RUNS)

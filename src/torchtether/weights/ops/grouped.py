@@ -154,7 +154,8 @@ def on_cuda(rows: Tensor, base: Weight, offs: Tensor, is_transposed: bool) -> Te
     if torch_multiplies(rows, base) and multiplies_codes(base, fitting.capability(rows.device)):
         return by_codes(rows, base, offs)
     units, scale = rounding.units_of(rows, kind)
-    return zeros_behind((without_waiting(units, base, offs, is_transposed) * scale).to(rows.dtype), offs)
+    sums = without_waiting(units, base, offs, is_transposed)
+    return zeros_behind(rounding.scaled(sums, scale, rows.dtype), offs)
 
 
 def multiplies_codes(base: Weight, capability: tuple[int, int]) -> bool:

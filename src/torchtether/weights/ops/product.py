@@ -160,8 +160,7 @@ def rounded_linear(op: Any, x: Tensor, weight: Weight, bias: Tensor | None) -> T
         units, wide = units.float(), exact.to(torch.float32)
         assert isinstance(wide, Weight)
         exact = wide
-    made = _unrounded(op, units, exact).to(scale.dtype) * scale
-    return (made if bias is None else made + bias).to(x.dtype)
+    return rounding.scaled(_unrounded(op, units, exact), scale, x.dtype, bias)
 
 
 def _unrounded(op: Any, x: Tensor, weight: Weight) -> Tensor:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ...gpu import rounding as kernels
 from . import fitting, rounding
 from .layout import Layout
 
@@ -36,10 +37,12 @@ def linear(layout: Layout, parts: Sequence[Tensor], x: Tensor, bias: Tensor | No
     if not x.is_cpu and not _takes_on_cuda(layout, x2):
         return None
     inputs, steps = rounding.codes_of(x2, "int8")
-    sums = _multiply(inputs.nan_to_num(0.0).to(torch.int8), codes)
-    out: Tensor = sums.float() * steps * (scale.float().reshape(1, -1) * layout.fields["unit"])
-    if bias is not None:
-        out += bias
+    sums, unit = _multiply(inputs, codes), layout.fields["unit"]
+    out = kernels.scaled(sums, steps, x.dtype, scale=scale, unit=unit, bias=bias)
+    if out is None:
+        out = sums.float() * steps * (scale.float().reshape(1, -1) * unit)
+        if bias is not None:
+            out += bias
     return out.to(x.dtype).view(*x.shape[:-1], layout.rows)
 
 

@@ -10,8 +10,8 @@ The global scale of ``nvfp4()`` covers all rows, so that the rounding of a row w
 here each row has one of its own, a power of two, by which a product can be multiplied without rounding.
 
 The compiled kernels round to int8 themselves. On CUDA devices torch multiplies codes with codes (``int_mm.py`` and
-``scaled_mm.py``), which no GPU has run yet; elsewhere the rounded inputs take the path of all inputs, which gives the
-same numbers and saves no time.
+``scaled_mm.py``); elsewhere the rounded inputs take the path of all inputs, which gives the same numbers and saves no
+time. Triton's kernels (``gpu/rounding.py``) round in one pass there, with the same bits as the torch ops of this file.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ...gpu import rounding as kernels
 from ...schemes.scales import divide
 
 ROWS, BLOCKS = ("int8", "float8"), {"mxfp8": 32, "mxfp4": 32, "nvfp4": 16}
@@ -48,10 +49,20 @@ class Blocks(NamedTuple):
 
 
 def codes_of(x: Tensor, kind: str) -> tuple[Tensor, Tensor]:
-    """Return the codes of ``x`` (..., K), as float32 or float8_e4m3fn, and their (..., 1) float32 scales.
+    """Return the codes of ``x`` (..., K), as int8 or float8_e4m3fn, and their (..., 1) float32 scales.
 
-    float64 inputs are rounded in float64, to float64 codes and scales. If a row is not finite, its scale is NaN.
+    float64 inputs are rounded in float64, with float64 scales. If a row is not finite, its scale is NaN, and its codes
+    of int8 are 0.
     """
+    made = kernels.codes(x, kind)
+    if made is not None:
+        return made
+    codes, scale = _codes_of(x, kind)
+    return codes.nan_to_num(0.0).to(torch.int8) if kind == "int8" else codes, scale
+
+
+def _codes_of(x: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    """Return the same with codes of int8 as they are computed: in float32, or float64, and perhaps NaN."""
     wide = x if x.dtype is torch.float64 else x.float()
     scale = divide(wide.abs().amax(-1, keepdim=True), _LARGEST[kind]).clamp_min(_SMALLEST)
     codes = wide / scale
@@ -111,8 +122,11 @@ def units_of(x: Tensor, kind: str) -> tuple[Tensor, Tensor]:
 
     Units are exact in the dtype of ``x``, except for float16 in blocks, where units may be below 2**-24.
     """
+    made = kernels.units(x, kind, BLOCKS.get(kind))
+    if made is not None:
+        return made
     if kind in ROWS:
-        codes, scale = codes_of(x, kind)
+        codes, scale = _codes_of(x, kind)
         return codes.to(x.dtype) / _ONE[kind], scale * _ONE[kind]
     rows = x.reshape(-1, x.shape[-1])
     blocks = blocks_of(rows, kind)
@@ -121,8 +135,17 @@ def units_of(x: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     scale = blocks.scale if blocks.power is None else blocks.scale * (blocks.power / power)
     by = scale / power if blocks.power is None else scale
     units = (blocks.values * by.unsqueeze(-1)).flatten(1)[:, : x.shape[-1]]
-    made = power.double() if x.dtype is torch.float64 else power
-    return units.to(x.dtype).view(x.shape), made.view(*x.shape[:-1], 1)
+    power = power.double() if x.dtype is torch.float64 else power
+    return units.to(x.dtype).view(x.shape), power.view(*x.shape[:-1], 1)
+
+
+def scaled(sums: Tensor, scale: Tensor, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+    """Return ``sums * scale + bias``, computed in the dtype of ``scale`` (..., 1) and rounded once to ``dtype``."""
+    out = kernels.scaled(sums, scale, dtype, bias=bias)
+    if out is not None:
+        return out
+    made = sums.to(scale.dtype) * scale
+    return (made if bias is None else made + bias).to(dtype)
 
 
 def rounded(x: Tensor, kind: str) -> Tensor:

@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType, scaled_mm
 
+from ...gpu import rounding as kernels
 from ...schemes.tables import E2M1
 from . import fitting, rounding
 from .layout import DTYPES, SCALES, STREAM, Layout
@@ -108,11 +109,15 @@ def by_rows(layout: Layout, codes: Tensor, scale: Tensor, inputs: Tensor, steps:
 
     inputs (M, K), codes (N, K) float8_e4m3fn    steps (M, 1), scale (N or 1 elements) float32    result (M, N) bfloat16
     """
-    each = scale.reshape(1, -1).expand(1, layout.rows).contiguous()
     if inputs.shape[0] <= FEW and fitting.capability(inputs.device)[0] == 9:
         one, whole = steps.new_ones(1), ScalingType.TensorWise
-        sums = scaled_mm(inputs, codes.t(), one, whole, one, whole, output_dtype=torch.float32) * steps * each
-        return (sums if bias is None else sums + bias).to(torch.bfloat16)
+        sums = scaled_mm(inputs, codes.t(), one, whole, one, whole, output_dtype=torch.float32)
+        made = kernels.scaled(sums, steps, torch.bfloat16, scale=scale, bias=bias)
+        if made is None:
+            sums = sums * steps * scale.reshape(1, -1)
+            made = (sums if bias is None else sums + bias).to(torch.bfloat16)
+        return made
+    each = scale.reshape(1, -1).expand(1, layout.rows).contiguous()
     rows, added = ScalingType.RowWise, None if bias is None else bias.contiguous()  # cuBLAS ignores its stride
     return scaled_mm(inputs, codes.t(), steps, rows, each, rows, bias=added, output_dtype=torch.bfloat16)
 

@@ -5,7 +5,7 @@ Measured at 4096 x 4096, times relative to dense ``F.linear`` in the same dtype,
 time beside other work, or time on an idle core, the least of many calls. "Fast halves" are dtypes of 16 bits that torch
 multiplies with the vectors of this processor (``has_fast_halves``); elsewhere dense products of many such rows take ten
 times as long as float32.
-No GPU has run the rows for CUDA yet.
+Rows for CUDA: an H100, 2026-11-26, ``python -m tests.gpu``; up to 16 rows of inputs in CUDA graphs.
 """
 
 from __future__ import annotations
@@ -229,7 +229,7 @@ TABLE = (
         None,
         True,
         ANY,
-        "not measured; from 17 rows on",
+        "4096 rows: the product alone 0.93 of dense, with the rounding of inputs not measured; from 17 rows on",
         device="cuda",
     ),
     KernelChoice(
@@ -239,7 +239,7 @@ TABLE = (
         None,
         True,
         ANY,
-        "not measured: float8, mxfp8, mxfp4, nvfp4",
+        "float8, 4096 rows: the product alone 0.65 of dense, with the rounding of inputs not measured; nor others",
         device="cuda",
     ),
     KernelChoice(
@@ -249,7 +249,8 @@ TABLE = (
         None,
         False,
         16,
-        "not measured",
+        "one row int8 0.56, int4 0.45, nf4 0.49, mxfp4 0.48, fp8 0.79; 16 rows 0.71 to 1.16; 28672 x 8192: one row 0.49"
+        ", 0.35, 0.36, 0.39, 0.68; 16 rows 0.61 to 1.1; called from Python, 4096 x 4096 takes 46 us, dense 17",
         device="cuda",
     ),
     # without Triton, or if its kernels do not fit
@@ -260,7 +261,7 @@ TABLE = (
         None,
         False,
         16,
-        "not measured; it reads the codes as they lie, too, and takes one pass over the inputs more",
+        "one row 0.65, 16 rows 2.3; 28672 x 8192: 0.61, 2.1; it reads the codes as they lie, too",
         device="cuda",
     ),
     KernelChoice(
