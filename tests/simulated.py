@@ -5,6 +5,8 @@ values here every time; on a GPU only sometimes.
 """
 
 import threading
+import weakref
+from contextlib import nullcontext
 
 import torch
 
@@ -59,7 +61,10 @@ class SimulatedLane:
         assert out.is_contiguous()
         self.copies.add(lambda: out.copy_(given))
 
-    def copied(self):
+    def entered(self):
+        return nullcontext()
+
+    def copied(self, used=None):
         return self.copies.add(lambda: None)
 
     def allocate(self, nbytes):
@@ -95,6 +100,7 @@ class SimulatedRing(Ring):
     def __init__(self, *args):
         super().__init__(*args)
         self.buffers, self.scratch, self.lanes = [], [], []
+        self.pinned_now = self.pinned_most = 0
 
     def lane(self, device):
         self.lanes.append(self.lanes_are(self))
@@ -102,4 +108,11 @@ class SimulatedRing(Ring):
 
     def pinned(self, nbytes):
         self.buffers.append(nbytes)
-        return torch.full((nbytes,), 0x5A, dtype=torch.uint8)
+        self.pinned_now += nbytes
+        self.pinned_most = max(self.pinned_most, self.pinned_now)
+        made = torch.full((nbytes,), 0x5A, dtype=torch.uint8)
+        weakref.finalize(made, self._freed, nbytes)
+        return made
+
+    def _freed(self, nbytes):
+        self.pinned_now -= nbytes

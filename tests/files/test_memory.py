@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import torchtether as tt
 from torchtether import compiled
 from torchtether.files import TensorFile, memory
-from torchtether.files.batch import Scratch
+from torchtether.files.crew import Scratch
 from torchtether.files.memory import allocate, allocate_each
 from torchtether.files.system import HUGE_PAGE
 

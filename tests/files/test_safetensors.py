@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import torchtether as tt
 from tests.written import write_tensors
-from torchtether.files import DTYPES, TensorFile, replacing
+from torchtether.files import DTYPES, TensorFile, crew, replacing
 from torchtether.files import batch as batch_module
 from torchtether.files.memory import pieces
 
@@ -106,7 +106,7 @@ def test_lazy_conjugates_and_negatives_are_written_resolved(tmp_path):
 def test_reading_into_other_dtypes_and_strides_goes_by_pieces(tmp_path, monkeypatch, dtype, turned, piece):
     monkeypatch.setattr(batch_module, "SLICE", piece)
     monkeypatch.setattr(batch_module, "_WORTHWHILE", 2 * piece)
-    monkeypatch.setattr(batch_module, "_TOLD", 0)
+    monkeypatch.setattr(crew, "_TOLD", 0)
     value = torch.randn(3, 5, 7)
     write(tmp_path / "x", {"v": value})
     out = torch.zeros(7, 5, 3, dtype=dtype).permute(2, 1, 0) if turned else torch.zeros(3, 5, 7, dtype=dtype)

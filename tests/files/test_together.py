@@ -14,20 +14,21 @@ from torch import nn
 import torchtether as tt
 from tests.interrupts import count_steps, interrupted
 from tests.written import write_tensors
-from torchtether.files import Store, TensorFile, system
+from torchtether.files import Store, TensorFile, crew, system
 from torchtether.files import batch as batch_module
-from torchtether.files.batch import Batch, Crew, together
+from torchtether.files.batch import Batch
+from torchtether.files.crew import Crew, together
 
 
 @pytest.fixture(autouse=True)
 def threads(monkeypatch):
     """Three threads for anything, in small slices; afterwards none is left."""
-    monkeypatch.setattr(batch_module, "THREADS", 3)
+    monkeypatch.setattr(crew, "THREADS", 3)
     monkeypatch.setattr(batch_module, "_WORTHWHILE", 0)
     monkeypatch.setattr(batch_module, "SLICE", 64)
     monkeypatch.setattr(batch_module, "_NEIGHBOURS", 3)
     monkeypatch.setattr(batch_module, "_FEW", 2)
-    monkeypatch.setattr(batch_module, "_TOLD", 0)
+    monkeypatch.setattr(crew, "_TOLD", 0)
     yield
     assert not [thread for thread in threading.enumerate() if thread.name == "torchtether"]
 

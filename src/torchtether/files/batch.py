@@ -3,160 +3,32 @@
 from __future__ import annotations
 
 import math
-import os
-import queue
-import threading
-import weakref
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from operator import itemgetter
-from typing import Protocol, cast
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ..geometry.views import Shape
-from ..progress import Tick
-from ..torch_private.processors import one_core
+from ..progress import Tick, no_tick
+from .crew import CORES, Crew, Job, Scratch, together
 from .header import Stored
-from .memory import SHIFT, clear_of, memory_of, pieces, scratch
-from .ring import SLOT, STAGED, Passage, Ring
+from .memory import memory_of, pieces
+from .ring import SLOT, STAGED, Handing, Passage, Ring
 from .system import read_at_once
 
-_CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+DEVICE_THREADS = max(2, min(8, CORES))
+"""The most threads that read for a device. On an H100 8 loaded 2.1 GB in 77 ms, and with int8() in 96; 16 took 80 and
+121, as they wait for Python's lock."""
 
-THREADS = max(1, min(4, _CORES))
-"""The number of reading threads. Two saturate the memory of small machines, four that of most larger ones."""
+SLICE = 4 * 2**20
+"""Bytes that one thread reads at once into memory of the CPU; for a device they are up to ``SLOT``."""
 
-DEVICE_THREADS = max(2, min(8, _CORES))
-"""The number of threads that read for a device: one copies 6 to 10 GB/s, a link takes 25 to 55 (not measured)."""
-
-
-class Scratch:
-    """A scratch buffer of one thread. All its jobs reuse it, so that its pages fault only once."""
-
-    def __init__(self) -> None:
-        self._memory: Tensor | None = None
-
-    def take(self, shape: Shape, dtype: torch.dtype, at: int) -> Tensor:
-        """Return an uninitialised CPU tensor for bytes of a file from ``at`` on, valid until the next ``take``."""
-        nbytes = torch.empty(shape, dtype=dtype, device="meta").nbytes
-        if self._memory is None or self._memory.nbytes < nbytes + SHIFT:
-            self._memory = None  # free the old buffer before the new one is allocated
-            self._memory = scratch((nbytes + SHIFT,), torch.uint8)
-        first = clear_of(at, self._memory.data_ptr())
-        return self._memory[first : first + nbytes].view(dtype).view(shape)
-
-
-Job = Callable[[Scratch], int]
-"""A function that does its work and returns the number of bytes processed."""
-
-
-_TOLD = 16 * 2**20
-"""Bytes after which a thread reports progress: each report wakes the calling thread, which takes a core."""
-
-
-class Crew:
-    """A reusable pool of threads, which start at the first use and end at ``close``."""
-
-    def __init__(self) -> None:
-        self._threads: list[threading.Thread] = []
-        self._turns: _Turns = queue.SimpleQueue()
-        self._end: _End = weakref.ref(self, self._turns.put)
-
-    def do(self, jobs: Sequence[Job], tick: Callable[[int], None], most: int | None = None) -> None:
-        """Run all jobs on at most ``most`` threads, starting them in order; report bytes to ``tick`` on this thread.
-
-        After the first error, of a job or of ``tick``, or an interrupt, no further job starts; the running jobs finish,
-        and then the error is raised.
-        """
-        count = min(most or THREADS, len(jobs))
-        if count < 2:
-            space = Scratch()
-            for job in jobs:
-                tick(job(space))
-            return
-        todo, done = iter(jobs), queue.SimpleQueue[int | BaseException | None]()
-        lock, stop, inference = threading.Lock(), threading.Event(), torch.is_inference_mode_enabled()
-
-        def turn(space: Scratch) -> None:
-            try:
-                one_core()
-                nbytes = 0
-                with torch.inference_mode(inference), torch.no_grad():
-                    while not stop.is_set():
-                        with lock:
-                            job = next(todo, None)
-                        if job is None:
-                            break
-                        nbytes += job(space)
-                        if nbytes >= _TOLD:
-                            done.put(nbytes)
-                            nbytes = 0
-                if nbytes:
-                    done.put(nbytes)
-            except BaseException as error:
-                done.put(error)
-            finally:
-                done.put(None)
-
-        try:
-            if not self._threads:
-                self._turns = queue.SimpleQueue()
-                # a callback without Python code: an interrupt may abort ``close``, and ``__del__`` would swallow it
-                self._end = weakref.ref(self, self._turns.put)
-            while len(self._threads) < count:
-                ours = self._turns, self._end
-                self._threads.append(threading.Thread(target=_take_turns, args=ours, name="torchtether", daemon=True))
-                self._threads[-1].start()
-            for _ in range(count):
-                self._turns.put(turn)
-            left = count
-            while left:
-                found = done.get()
-                if isinstance(found, BaseException):
-                    raise found
-                if found is None:
-                    left -= 1
-                else:
-                    tick(found)
-        except BaseException:
-            stop.set()
-            self.close()
-            raise
-
-    def close(self) -> None:
-        """End the threads after their current jobs, and wait for them."""
-        threads, self._threads = self._threads, []
-        self._turns.put(self._end)
-        for thread in threads:
-            if thread.ident is not None:  # only a started thread can be joined
-                thread.join()
-
-
-_End = weakref.ref[Crew]
-"""The queue entry that ends a thread."""
-
-_Turns = queue.SimpleQueue[Callable[[Scratch], None] | _End]
-
-
-def _take_turns(turns: _Turns, end: _End) -> None:
-    space = Scratch()
-    while (turn := turns.get()) is not end:
-        cast(Callable[[Scratch], None], turn)(space)
-    turns.put(end)  # for the next thread
-
-
-def together(jobs: Sequence[Job], tick: Callable[[int], None], most: int | None = None) -> None:
-    """Run all jobs as ``Crew.do`` does. All threads have ended on return, also after an error."""
-    crew = Crew()
-    try:
-        crew.do(jobs, tick, most)
-    finally:
-        crew.close()
-
-
-SLICE = SLOT
-"""Bytes that one thread reads at once."""
+_SHARES = 8
+"""The least part of a ``SLOT`` that is read for a device at the start and the end of a run, so that no thread idles."""
 
 _NEIGHBOURS = 512
 """The most tensors that one ``preadv`` reads into; systems allow 1024, old ones fewer."""
@@ -192,6 +64,10 @@ _Part = tuple[str, Tensor, int, int]
 """A key, the target tensor, and the first and last byte of the target."""
 
 
+Doubt = tuple[Tensor, Callable[["Batch"], None]]
+"""A flag on a device, nonzero if the result of a job is wrong, and a function that adds the job in a safe form."""
+
+
 class Batch:
     """A collection of reads and jobs, which ``run`` executes. Until then the target memory is not touched.
 
@@ -202,9 +78,13 @@ class Batch:
         self._reads: list[_Read] = []
         self._jobs: list[tuple[int, int, Job]] = []
         self._nbytes = 0
+        self._most = 1
+        """The most bytes that one job brings to a device."""
         self._ring = ring
         self._crew = crew
         self._passages: dict[torch.device, Passage] = {}
+        self.doubts: list[Doubt] = []
+        """Results of jobs that ``run`` looks at when all have ended, so that no job waits for its device."""
 
     def do(self, job: Job, nbytes: int) -> None:
         """Add ``job``, which starts before the reads; it takes about as long as reading ``nbytes``."""
@@ -288,11 +168,15 @@ class Batch:
         stored = file.stored(key)
         at += stored.start
         nbytes = math.prod(shape) * stored.dtype.itemsize
+        self._nbytes += nbytes
+        if passage is not None:
+            handing = Handing(passage, file.read_bytes, key, at, shape, stored.dtype, use)
+            for start, stop in handing.pieces():
+                self._jobs.append((id(file), at, partial(_bring_piece, handing, start, stop)))  # in order, as sorted
+                self._most = max(self._most, stop - start)
+            return
 
         def job(space: Scratch) -> int:
-            if passage is not None:
-                passage.hand(file.read_bytes, key, at, shape, stored.dtype, use)
-                return nbytes
             descriptor = file.descriptor
             if straight is None or descriptor is None or not straight(descriptor, at, space):
                 given = space.take(shape, stored.dtype, at)
@@ -301,7 +185,6 @@ class Batch:
             return nbytes
 
         self._jobs.append((id(file), at, job))
-        self._nbytes += nbytes
 
     def run(self, tick: Tick) -> None:
         """Run all reads and jobs. Raise CheckpointError, naming the file and the key.
@@ -311,43 +194,85 @@ class Batch:
         jobs = [job for _, _, job in sorted([*self._jobs, *self._joined()], key=itemgetter(0, 1))]
         self._reads, self._jobs = [], []
         passages, is_whole = list(self._passages.values()), False
+
+        def within() -> AbstractContextManager[object]:
+            with ExitStack() as stack:
+                for passage in passages:
+                    stack.enter_context(passage.entered())
+                return stack.pop_all()
+
         try:
             for passage in passages:
-                passage.begin()
+                passage.begin(self._most)
             if self._nbytes > _WORTHWHILE:
                 do = together if self._crew is None else self._crew.do
-                do(jobs, tick, DEVICE_THREADS if passages else None)
+                most = min(DEVICE_THREADS, max(2, self._nbytes // SLICE)) if passages else None
+                do(jobs, tick, most, within)
             else:
-                space = Scratch()
-                for job in jobs:
-                    tick(job(space))
+                Crew().do(jobs, tick, 1, within)
             is_whole = True
         finally:
             for passage in passages:
                 passage.end(is_whole=is_whole)
+        self._settle()
+
+    def _settle(self) -> None:
+        """Run the jobs again whose results are wrong."""
+        if not self.doubts:
+            return
+        doubts, again = list(self.doubts), Batch(self._ring, self._crew)
+        self.doubts.clear()
+        for device in dict.fromkeys(flag.device for flag, _ in doubts):
+            some = [doubt for doubt in doubts if doubt[0].device == device]
+            for is_wrong, (_, add) in zip(torch.cat([flag for flag, _ in some]).tolist(), some, strict=True):
+                if is_wrong:
+                    add(again)
+        again.run(no_tick)
 
     def _joined(self) -> list[tuple[int, int, Job]]:
-        """Return the reads as jobs of at most ``SLICE`` bytes: adjacent reads are merged, larger ones split."""
+        """Return the reads as jobs of at most ``SLICE`` bytes: adjacent reads are merged, larger ones split.
+
+        Those for a device have at most ``SLOT`` bytes: more in the middle of a run, less where threads start and end.
+        """
         jobs: list[tuple[int, int, Job]] = []
         parts: list[_Part] = []
-        first = size = 0
+        first = size = done = limit = 0
+        left = sum(read[3] for read in self._reads)
         before: ReadableFile | None = None
         way: Passage | None = None
+
+        def close() -> None:
+            nonlocal done, left
+            if before is not None:
+                jobs.append((id(before), first, _reading(before, parts, first, size, way)))
+                done, left = done + size, left - size
+                self._most = self._most if way is None else max(self._most, size)
+
         for _, at, _, nbytes, file, key, out, passage in sorted(self._reads):
             start = 0
             while start < nbytes:
-                stop = nbytes if nbytes - start <= SLICE else start + SLICE
                 follows = file is before and at + start == first + size and passage is way
-                if not follows or size + stop - start > SLICE or len(parts) == _NEIGHBOURS:
-                    if before is not None:
-                        jobs.append((id(before), first, _reading(before, parts, first, size, way)))
+                if not follows or nbytes - start > limit - size or len(parts) == _NEIGHBOURS:
+                    close()
                     before, way, parts, first, size = file, passage, [], at + start, 0
+                    limit = SLICE if passage is None else _share(min(done, left))
+                stop = min(start + limit - size, nbytes)
                 parts.append((key, out, start, stop))
                 size += stop - start
                 start = stop
-        if before is not None:
-            jobs.append((id(before), first, _reading(before, parts, first, size, way)))
+        close()
         return jobs
+
+
+def _share(nbytes: int) -> int:
+    """Return the bytes that one of the threads reads for a device, if all share ``nbytes``."""
+    least = max(SLOT // _SHARES, 1)
+    return min(max(nbytes // DEVICE_THREADS // least, 1) * least, SLOT)
+
+
+def _bring_piece(handing: Handing, start: int, stop: int, space: Scratch) -> int:
+    handing.bring(start, stop)
+    return stop - start
 
 
 def _spans(parts: list[_Part]) -> list[int]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -13,14 +14,17 @@ from torch import Tensor
 from ..geometry.views import Shape
 from .memory import memory_of
 
-SLOT = 4 * 2**20
-"""Bytes of one pinned buffer, which one thread reads at once."""
+SLOT = 8 * 2**20
+"""The most bytes of one pinned buffer, which one thread reads at once. Each costs some calls under Python's lock."""
 
 SLOTS = 16
-"""The most pinned buffers. Four threads fill four of them; the others are being copied."""
+"""The most pinned buffers: as many as threads that read; the others are being copied."""
 
-STAGED = 16 * 2**20
-"""Bytes that the device encodes or converts at once; each reading thread has a scratch of this size there."""
+STAGED = 32 * 2**20
+"""Bytes that the device encodes or converts at once."""
+
+_AHEAD = 4
+"""The number of such pieces on the device beyond which threads wait for a slow encoder before they read more."""
 
 
 class Event(Protocol):
@@ -37,17 +41,20 @@ class Lane(Protocol):
     """Two queues of work on a device: copies into its memory, and computation.
 
     Each runs in order; between the two, only the methods here impose an order. All calls but ``synchronize`` return at
-    once, and may come from any thread.
+    once, and may come from any thread, ``copy`` only from one that has entered ``entered``.
     """
 
     def begin(self) -> None:
         """Make copies wait for the computation queued so far, which may still use their target memory."""
 
+    def entered(self) -> AbstractContextManager[object]:
+        """Return a context in which the calling thread queues copies, however many."""
+
     def copy(self, out: Tensor, given: Tensor) -> None:
         """Queue a copy of ``given``, pinned, to ``out`` on the device; both are contiguous bytes."""
 
-    def copied(self) -> Event:
-        """Return the event after all copies queued so far."""
+    def copied(self, used: Event | None = None) -> Event:
+        """Return the event after all copies queued so far: ``used``, an earlier one of this lane, or a new one."""
 
     def allocate(self, nbytes: int) -> Tensor:
         """Return uninitialised bytes on the device, for use by computation."""
@@ -81,12 +88,16 @@ class StreamLane:
             self._copies = self._module.Stream()
         self._copies.wait_stream(self._work)
 
-    def copy(self, out: Tensor, given: Tensor) -> None:
-        with self._module.stream(self._copies):
-            out.copy_(given, non_blocking=True)
+    def entered(self) -> AbstractContextManager[object]:
+        return self._module.stream(self._copies)  # type: ignore[no-any-return]
 
-    def copied(self) -> Event:
-        return self._copies.record_event(self._module.Event(**self._kind))  # type: ignore[no-any-return]
+    def copy(self, out: Tensor, given: Tensor) -> None:
+        out.copy_(given, non_blocking=True)
+
+    def copied(self, used: Event | None = None) -> Event:
+        event: Any = self._module.Event(**self._kind) if used is None else used
+        event.record(self._copies)
+        return event  # type: ignore[no-any-return]
 
     def allocate(self, nbytes: int) -> Tensor:
         with self._module.stream(self._work):
@@ -123,6 +134,17 @@ def _has_streams(device: torch.device) -> bool:
     return all(hasattr(module, name) for name in names) and bool(module.is_available())
 
 
+class Slot:
+    """A pinned buffer, its bytes, and the event after which no copy reads it; ``lane`` made the event."""
+
+    __slots__ = ("copied", "lane", "memory", "tensor")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor, self.memory = tensor, memory_of(tensor)
+        self.copied: Event | None = None
+        self.lane: Lane | None = None
+
+
 class Ring:
     """A few pinned buffers, allocated on demand; each is reused as soon as the copies from it are done.
 
@@ -130,7 +152,7 @@ class Ring:
     """
 
     def __init__(self, slots: int = SLOTS) -> None:
-        self._idle: deque[tuple[Tensor, Event]] = deque()
+        self._idle: deque[Slot] = deque()
         self._left = slots
         self._changed = threading.Condition()
         self._used: dict[torch.device, Lane] = {}
@@ -146,31 +168,44 @@ class Ring:
         except RuntimeError:
             return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
-    def take(self) -> Tensor:
-        """Return a buffer that no copy reads; pass it to ``give`` afterwards."""
+    def take(self, nbytes: int) -> Slot:
+        """Return a buffer of at least ``nbytes`` that no copy reads; pass it to ``give`` afterwards."""
         with self._changed:
             while not self._idle and not self._left:
                 self._changed.wait()
-            if self._idle and (not self._left or self._idle[0][1].query()):
-                slot, event = self._idle.popleft()  # the one idle for the longest time
-            else:
-                self._left -= 1
-                slot = None
-        try:
+            slot = self._idle.popleft() if self._idle else None  # the one idle for the longest time
             if slot is None:
-                return self.pinned(SLOT)
-            event.synchronize()
+                self._left -= 1
+        try:  # without the lock, because calls to the device let other threads run
+            event = None if slot is None else slot.copied
+            if slot is not None and event is not None and not event.query():
+                with self._changed:
+                    if is_new := self._left > 0:
+                        self._left -= 1
+                        self._idle.appendleft(slot)
+                        self._changed.notify()
+                if is_new:
+                    slot = None
+                else:
+                    event.synchronize()
+            if slot is not None and slot.tensor.nbytes >= nbytes:
+                return slot
+            slot = None  # free a buffer that is too small before the new one is allocated
+            return Slot(self.pinned(nbytes))
         except BaseException:
-            with self._changed:
-                self._left += 1
-                self._changed.notify()
+            self.lose()
             raise
-        return slot
 
-    def give(self, slot: Tensor, copied: Event) -> None:
-        """Take back a buffer, which copies read until the event ``copied``."""
+    def give(self, slot: Slot) -> None:
+        """Take back a buffer, which copies read until the event ``slot.copied``."""
         with self._changed:
-            self._idle.append((slot, copied))
+            self._idle.append(slot)
+            self._changed.notify()
+
+    def lose(self) -> None:
+        """Allow another buffer in place of one that is not given back."""
+        with self._changed:
+            self._left += 1
             self._changed.notify()
 
     def note(self, device: torch.device, lane: Lane) -> None:
@@ -200,53 +235,82 @@ class Passage:
 
     def __init__(self, ring: Ring, device: torch.device, lane: Lane) -> None:
         self._ring, self._device, self._lane = ring, device, lane
-        self._idle: deque[tuple[Tensor, Event | None]] = deque()
-        self._every: list[Tensor] = []  # so that none is freed while a copy to it may be running
+        self._size = SLOT
+        self._changed = threading.Condition()
+        self._computing = 0
+        self._idle: deque[tuple[Tensor, Event]] = deque()
+        self._every: dict[int, Tensor] = {}  # by id, so that none is freed while a copy to it may be running
 
-    def begin(self) -> None:
-        """Begin a run."""
+    def begin(self, most: int) -> None:
+        """Begin a run that brings at most ``most`` bytes at once."""
+        self._size = 1 << (most - 1).bit_length()  # a later run that brings a little more can use the same buffers
         self._ring.note(self._device, self._lane)
         self._lane.begin()
 
+    def entered(self) -> AbstractContextManager[object]:
+        """Return a context in which the calling thread uses the passage."""
+        return self._lane.entered()
+
     def bring(self, read: Fill, parts: Sequence[tuple[str, Tensor, int, int]], at: int) -> None:
         """Read up to ``SLOT`` bytes of a file from ``at`` on into (key, tensor, start, stop) ranges on the device."""
-        slot = self._ring.take()
+        ring, lane = self._ring, self._lane
+        slot = ring.take(self._size)
         try:
-            memory, places, first = memory_of(slot), [], 0
-            for key, out, start, stop in parts:
-                places.append((key, out[start:stop], first, first + stop - start))
-                first += stop - start
-            read([(key, memory[a:b]) for key, _, a, b in places], at)
-            for _, out, a, b in places:
-                self._lane.copy(out, slot[a:b])
+            memory, buffers, first = slot.memory, [], 0
+            for key, _, start, stop in parts:
+                last = first + stop - start
+                buffers.append((key, memory[first:last]))
+                first = last
+            read(buffers, at)
+            tensor, first = slot.tensor, 0
+            for _, out, start, stop in parts:
+                last = first + stop - start
+                lane.copy(out[start:stop], tensor[first:last])
+                first = last
         finally:
-            self._ring.give(slot, self._lane.copied())
+            try:
+                slot.copied = lane.copied(slot.copied if slot.lane is lane else None)
+            except BaseException:
+                ring.lose()
+                raise
+            slot.lane = lane
+            ring.give(slot)
 
-    def hand(
-        self, read: Fill, key: str, at: int, shape: Shape, dtype: torch.dtype, use: Callable[[Tensor], Any]
-    ) -> None:
-        """Read a tensor from byte ``at`` of a file, and queue ``use(tensor)`` on the device; it must not keep it."""
-        nbytes = torch.empty(shape, dtype=dtype, device="meta").nbytes
-        scratch, free = self._scratch(nbytes)
-        if free is not None:
-            self._lane.wait(free)
-        for start in range(0, nbytes, SLOT):
-            self.bring(read, [(key, scratch, start, min(start + SLOT, nbytes))], at + start)
-        values = scratch[:nbytes].view(dtype).view(shape)
-        self._idle.append((scratch, self._lane.compute(lambda: use(values), self._lane.copied())))
+    def take(self, nbytes: int) -> Tensor:
+        """Return scratch on the device, which copies may fill; pass it to ``compute`` afterwards.
 
-    def _scratch(self, nbytes: int) -> tuple[Tensor, Event | None]:
-        """Return scratch on the device, and the event after which it may be written, ``None`` for at once."""
+        Wait while there is a lot and threads compute, because they give theirs back.
+        """
+        size = -(-nbytes // self._size) * self._size
+        with self._changed:
+            while True:
+                for place, (scratch, free) in enumerate(self._idle):
+                    if scratch.nbytes >= nbytes:
+                        del self._idle[place]
+                        self._lane.wait(free)
+                        return scratch
+                while self._idle:  # all are too small, and computation that uses them is queued, so they can be freed
+                    del self._every[id(self._idle.popleft()[0])]
+                held = sum(scratch.nbytes for scratch in self._every.values())
+                if not self._computing or held + size <= _AHEAD * STAGED:
+                    made = self._lane.allocate(size)
+                    self._every[id(made)] = made
+                    return made
+                self._changed.wait()
+
+    def compute(self, scratch: Tensor, use: Callable[[], object]) -> None:
+        """Queue ``use()``, which reads ``scratch``, after all copies queued so far; then it may be filled again."""
+        with self._changed:
+            self._computing += 1
+        free = None
         try:
-            scratch, free = self._idle.popleft()
-        except IndexError:
-            pass
-        else:
-            if scratch.nbytes >= nbytes:
-                return scratch, free
-        made = self._lane.allocate(max(nbytes, STAGED))
-        self._every.append(made)
-        return made, None
+            free = self._lane.compute(use, self._lane.copied())
+        finally:
+            with self._changed:
+                self._computing -= 1
+                if free is not None:
+                    self._idle.append((scratch, free))
+                self._changed.notify_all()
 
     def end(self, *, is_whole: bool) -> None:
         """End a run; if it was aborted, wait for queued work."""
@@ -256,3 +320,47 @@ class Passage:
             self._lane.synchronize()
         self._idle.clear()
         self._every.clear()
+
+
+class Handing:
+    """The transfer of one tensor, from byte ``at`` of a file, in pieces that threads read side by side.
+
+    After the last piece, ``use`` is called with the tensor to compute on the device; it must not keep it.
+    """
+
+    def __init__(
+        self,
+        passage: Passage,
+        read: Fill,
+        key: str,
+        at: int,
+        shape: Shape,
+        dtype: torch.dtype,
+        use: Callable[[Tensor], object],
+    ) -> None:
+        self._passage, self._read, self._key, self._at, self._use = passage, read, key, at, use
+        self._shape, self._dtype = shape, dtype
+        self._nbytes = torch.empty(shape, dtype=dtype, device="meta").nbytes
+        self._lock = threading.Lock()
+        self._scratch: Tensor | None = None
+        self._left = self._nbytes
+
+    def pieces(self) -> Iterator[tuple[int, int]]:
+        """Yield the first and the last byte of each piece, within the tensor."""
+        for start in range(0, self._nbytes, SLOT):
+            yield start, min(start + SLOT, self._nbytes)
+
+    def bring(self, start: int, stop: int) -> None:
+        """Read one piece; start the pieces of one tensor before those of the next one, so that scratch is bounded."""
+        with self._lock:
+            if self._scratch is None:
+                self._scratch = self._passage.take(self._nbytes)
+            scratch = self._scratch
+        self._passage.bring(self._read, [(self._key, scratch, start, stop)], self._at + start)
+        with self._lock:
+            self._left -= stop - start
+            is_last = not self._left
+        if is_last:
+            self._scratch = None
+            values = scratch[: self._nbytes].view(self._dtype).view(self._shape)
+            self._passage.compute(scratch, lambda: self._use(values))

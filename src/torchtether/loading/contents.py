@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import cast
@@ -11,9 +11,9 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from .. import compiled
+from .. import compiled, gpu
 from ..errors import SchemeError
-from ..files import STAGED, Batch, Scratch, allocate
+from ..files import STAGED, Batch, Doubt, Scratch, allocate
 from ..geometry.blocks import STOCK
 from ..geometry.views import Shape
 from ..progress import Tick, no_tick
@@ -263,13 +263,17 @@ def encode_rows_into(
         return None
     if parts is None:
         parts = {role: allocate(part.shape, part.dtype or stored, step.device) for role, part in layout.items()}
-    encoder = _RowEncoder(step, given, parts)
+    encoder, file = _RowEncoder(step, given, parts), store.file_of(key)
     for rows, recipe, cuts in _jobs(scheme, layout, shape, stored, count, is_compiled=device is None):
         encode, encode_file = partial(encoder.encode, cuts=cuts), None
+        start, stop = first + rows.start, first + rows.stop
+        if device is not None:
+            again = partial(Batch.rows, file=file, key=key, start=start, stop=stop, use=encode, device=device)
+            encode = partial(encoder.encode, cuts=cuts, doubts=batch.doubts, again=again)
         if recipe is not None:
             units = len(rows) * math.prod(shape[1:]) * stored.itemsize // recipe.row
             encode_file = partial(encoder.encode_file, recipe=recipe, rows=units, cuts=cuts)
-        batch.rows(store.file_of(key), key, first + rows.start, first + rows.stop, encode, encode_file, device)
+        batch.rows(file, key, start, stop, encode, encode_file, device)
     return parts
 
 
@@ -333,11 +337,26 @@ class _RowEncoder:
     given: RenamedCheckpoint
     parts: Mapping[str, Tensor]
 
-    def encode(self, values: Tensor, cuts: Mapping[str, slice | None]) -> None:
-        """Encode the rows ``values`` into ``cuts`` of the parts, with torch ops or compiled loops."""
+    def encode(
+        self,
+        values: Tensor,
+        cuts: Mapping[str, slice | None],
+        doubts: list[Doubt] | None = None,
+        again: Callable[[Batch], None] | None = None,
+    ) -> None:
+        """Encode the rows ``values`` into ``cuts`` of the parts, with torch ops, compiled loops or kernels.
+
+        With ``doubts`` do not wait for the device to find rows that it cannot encode, but append them, with ``again``.
+        """
         assert self.step.scheme is not None
+        outs = {role: part[cuts[role]] for role, part in self.parts.items()}
         try:
-            self.step.scheme.encode_into(values, {role: part[cuts[role]] for role, part in self.parts.items()})
+            if doubts is None or again is None:
+                self.step.scheme.encode_into(values, outs)
+                return
+            with gpu.unchecked() as flags:
+                self.step.scheme.encode_into(values, outs)
+            doubts += [(flag, again) for flag in flags]
         except SchemeError as error:
             encode_whole(self.step, self.given, no_tick)  # raises the error with counts over the whole tensor
             raise error.named(self.step.name) from None

@@ -10,8 +10,9 @@ from functools import partial
 from torch import Tensor
 
 from .._checks import describe_some
-from ..files.batch import SLICE, Job, Scratch, together
+from ..files.batch import SLICE
 from ..files.checksum import crc32, joined
+from ..files.crew import Job, Scratch, together
 from ..files.memory import memory_of, pieces
 from ..pictures.drawing import describe_bytes
 from ..progress import no_tick

@@ -14,7 +14,8 @@ from .._interruptions import Deferred
 from ..checkpoint.held import HeldCheckpoint
 from ..errors import LoadError, SchemeError, TetherError
 from ..files import Batch, Ring, Scratch
-from ..files.batch import SLICE, Crew, Job
+from ..files.batch import SLICE
+from ..files.crew import Crew, Job
 from ..files.memory import pieces
 from ..geometry.blocks import STOCK
 from ..geometry.views import overlaps_itself
