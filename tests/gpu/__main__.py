@@ -43,13 +43,15 @@ def laws(expression):
     Compiling the kernels takes most of the time, so several processes do it.
     """
     chosen = ["-k", expression] if expression else []
-    workers = min(4, (os.cpu_count() or 1) // 2)
+    workers, environment = min(12, (os.cpu_count() or 1) - 2), dict(os.environ)
     if workers > 1 and importlib.util.find_spec("xdist"):
         chosen += ["-n", str(workers)]
+        environment.setdefault("OMP_NUM_THREADS", "1")  # they share the cores
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "results.xml")
-        words = ["-q", "--tb=short", "-p", "no:cacheprovider", "-m", "not peers", f"--junit-xml={file}", *chosen]
-        code = subprocess.run([sys.executable, "-m", "pytest", *words, str(Path(__file__).parent)], cwd=ROOT).returncode
+        words = ["-q", "--tb=short", "-m", "not peers", f"--junit-xml={file}", *chosen, str(Path(__file__).parent)]
+        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:benchmark", *words]
+        code = subprocess.run(command, cwd=ROOT, env=environment).returncode
         cases = list(ElementTree.parse(file).iter("testcase")) if file.exists() else []
     kinds = [{child.tag for child in case} for case in cases]
     failed = [
@@ -61,12 +63,13 @@ def laws(expression):
 
 def rows_of(name, group, *arguments):
     """The rows of a group of benchmarks; if it breaks, those before, and one that says why: the others still run."""
+    from tests.gpu import benchmarks
+
     try:
         yield from group(*arguments)
     except Exception as error:
         traceback.print_exc()
-        why = f"{type(error).__name__}: {error}".splitlines()[0][:200]
-        yield {"group": name, "case": "broken", "contender": "", "failed": why}
+        yield {"group": name, "case": "broken", "contender": "", "failed": benchmarks.reason(error)}
 
 
 def main(arguments=None):

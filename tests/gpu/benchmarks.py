@@ -1,7 +1,8 @@
 """The cost of products, encoders and loads on the device, compared with dense products, its bandwidth, and peers.
 
 Contenders take turns within a round; a figure is the median over the rounds of a ratio within one. Each call of a
-product takes another copy of its weight, so that none is found in the cache of the device.
+product takes another copy of its weight, so that none is found in the cache of the device. Products of up to 16 rows
+are timed in CUDA graphs, as they are used when text is generated, and called from Python.
 """
 
 import importlib.util
@@ -12,6 +13,7 @@ import tempfile
 import time
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -44,12 +46,13 @@ PEERS = ("bitsandbytes", "torchao", "gemlite")
 
 
 def seconds(run, device, repeats):
-    """Seconds of one of ``repeats`` calls."""
+    """Seconds of one of ``repeats`` calls, or of one of those in a graph."""
+    calls = repeats * getattr(run, "calls", 1)
     if device.type == "cpu":
         start = time.perf_counter()
         for _ in range(repeats):
             run()
-        return (time.perf_counter() - start) / repeats
+        return (time.perf_counter() - start) / calls
     module = torch.get_device_module(device)
     first, last = (module.Event(enable_timing=True) for _ in range(2))
     first.record()
@@ -57,7 +60,7 @@ def seconds(run, device, repeats):
         run()
     last.record()
     last.synchronize()
-    return first.elapsed_time(last) / 1e3 / repeats
+    return first.elapsed_time(last) / 1e3 / calls
 
 
 def measure(contenders, device, rounds, slice=0.02):
@@ -67,9 +70,10 @@ def measure(contenders, device, rounds, slice=0.02):
         try:
             run()
             seconds(run, device, 3)
-            repeats[name] = max(3, min(500, int(slice / max(seconds(run, device, 3), 1e-7))))
+            took = seconds(run, device, 3) * getattr(run, "calls", 1)
+            repeats[name] = max(3, min(500, int(slice / max(took, 1e-7))))
         except Exception as error:
-            failed[name] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+            failed[name] = reason(error)
     found = {name: [] for name in repeats}
     for _ in range(rounds):
         for name, repeat in repeats.items():
@@ -100,8 +104,50 @@ def _linear(weight, x):
 
 def turning(make, x, nbytes, limit):
     """A call that multiplies by the next of some copies of one weight."""
-    copies = itertools.cycle([make() for _ in range(max(1, min(16, math.ceil(limit / nbytes))))])
-    return lambda: next(copies)(x)
+    return Turning([make() for _ in range(max(1, min(16, math.ceil(limit / nbytes))))], x)
+
+
+class Turning:
+    def __init__(self, copies, x):
+        self.copies, self.x, self.turns = copies, x, itertools.cycle(copies)
+
+    def __call__(self):
+        return next(self.turns)(self.x)
+
+
+class Replay:
+    """The replay of a CUDA graph that holds a call with each copy."""
+
+    def __init__(self, turning, device):
+        side, here = torch.cuda.Stream(device), torch.cuda.current_stream(device)
+        side.wait_stream(here)
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                turning()
+        here.wait_stream(side)
+        self.graph, self.calls = torch.cuda.CUDAGraph(), len(turning.copies)
+        with torch.cuda.graph(self.graph):
+            for copy in turning.copies:
+                copy(turning.x)
+
+    def __call__(self):
+        self.graph.replay()
+
+
+def replays(contenders, device):
+    """The contenders in CUDA graphs, and why some cannot be captured."""
+    captured, failed = {}, {}
+    for name, run in contenders.items():
+        try:
+            captured[name] = Replay(run, device)
+        except Exception as error:
+            failed[name] = reason(error)
+            torch.cuda.synchronize(device)
+    return captured, failed
+
+
+def reason(error):
+    return f"{type(error).__name__}: {error}".splitlines()[0][:200]
 
 
 def peer_modules(shape, device):
@@ -167,28 +213,34 @@ def products(device, size, rounds):
             try:
                 contenders[name] = turning(make, x, values.nbytes / 2, limit)
             except Exception as error:
-                broken[name] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+                broken[name] = reason(error)
+        case = f"{shape[0]}x{shape[1]}, {rows} rows"
         with torch.no_grad():
+            if rows <= 16 and device.type == "cuda":  # bars are for graphs: calls can take Python longer than the GPU
+                yield from rows_of("eager", case, *measure(contenders, device, rounds), "dense")
+                contenders, failed = replays(contenders, device)
+                broken |= failed
             found, failed = measure(contenders, device, rounds)
-        yield from rows_of("products", f"{shape[0]}x{shape[1]}, {rows} rows", found, failed | broken, "dense", bars)
+        yield from rows_of("products", case, found, failed | broken, "dense", bars)
 
 
-TILES = {  # rows of inputs: the setting of ``gpu.decoding``, and rows and columns of a tile, and warps, to try
-    1: ("ONE_ROW", list(itertools.product((2, 4, 8), (512, 1024, 2048), (2, 4, 8)))),
-    16: ("FEW_ROWS", list(itertools.product((16, 32, 64), (64, 128, 256), (2, 4, 8)))),
+TILES = {  # rows of inputs: the setting of ``gpu.decoding``, and what to try: rows, columns and warps of a tile
+    1: ("ONE_ROW", list(itertools.product((1, 2, 4, 8), (1, 2, 4, 8)))),
+    16: ("FEW_ROWS", list(itertools.product((16, 32), (128, 256, 512, 1024), (2, 4, 8)))),
 }
 
 
 def tiles(device, size, rounds):
     """The products of our kernels with other tiles, beside those that are set; the fastest five, by scheme and rows."""
     shapes, limit, *_ = SIZES[size]
-    for shape, (rows, (setting, tried)), name in itertools.product(shapes, TILES.items(), ("int8", "int4", "nf4")):
+    for shape, (rows, (setting, tried)), name in itertools.product(shapes, TILES.items(), SCHEMES):
         x = torch.randn(rows, shape[1], device=device, dtype=BF16)
         weight = tt.Weight.encode(torch.randn(shape, device=device, dtype=BF16), SCHEMES[name])
-        product, here = turning(copied(weight), x, weight.nbytes, limit), getattr(decoding, setting)
-        contenders = {"set": partial(_in_tiles, product, setting, here)}
-        tried = tried if size == "full" else tried[:2]
-        contenders |= {" x ".join(map(str, tile)): partial(_in_tiles, product, setting, tile) for tile in tried}
+        product, contenders = turning(copied(weight), x, weight.nbytes, limit), {}
+        for tile in (None, *(tried if size == "full" else tried[:2])):
+            contenders["set" if tile is None else " x ".join(map(str, tile))] = _in_tiles(
+                product, setting, tile, device
+            )
         with torch.no_grad():
             found, failed = measure(contenders, device, rounds, slice=0.003)
         best = sorted(found, key=lambda one: statistics.median(found[one]))[:5]
@@ -196,13 +248,20 @@ def tiles(device, size, rounds):
         yield from rows_of("tiles", f"{shape[0]}x{shape[1]} {name}, {rows} rows", kept, failed, "set")
 
 
-def _in_tiles(product, setting, tile):
+def _in_tiles(product, setting, tile, device):
+    """The product with the tile ``tile``, which is kept in a graph; on a CPU without."""
     before = getattr(decoding, setting)
-    setattr(decoding, setting, tile)
-    try:
-        return product()
-    finally:
-        setattr(decoding, setting, before)
+    choices = before if tile is None else dict.fromkeys(before, tile)
+    with mock.patch.object(decoding, setting, choices), torch.no_grad():
+        _forget_tiles()
+        made = product if device.type == "cpu" else Replay(product, device)
+    _forget_tiles()
+    return made
+
+
+def _forget_tiles():
+    decoding.tile_of_one.cache_clear()
+    decoding.tile_of_few.cache_clear()
 
 
 def experts(device, size, rounds):
