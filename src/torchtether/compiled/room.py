@@ -45,7 +45,7 @@ def state() -> str:
 def level() -> str:
     """Return the instruction set of the kernels in use; "" without the module.
 
-    It is ``avx512_bf16`` (which includes VNNI), ``avx512_vnni``, ``avx2`` or ``portable``.
+    It is ``avx512_amx``, ``avx512_bf16`` (both include VNNI), ``avx512_vnni``, ``avx2`` or ``portable``.
     """
     native()
     return _level

@@ -21,6 +21,7 @@ _digest_of = runpy.run_path(str(SOURCES.parent / "digest.py"))["digest_of"]
 KINDS = ("INT8", "UINT8", "E4M3", "E5M2", "TABLE4", "INT4", "STREAM")
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = [*AVX2, *(f"-mavx512{unit}" for unit in ("f", "bw", "dq", "vl", "vnni"))]
+TILES = ["-mamx-tile", "-mamx-bf16", "-mamx-int8"]
 LEVELS = {"portable": ["-O2"], "avx2": AVX2, "avx512": AVX512}
 # No multiplication is fused with an addition unless the source says so: the bits are those of torch's ops. Loops begin
 # lines of the cache: a short one across two lines took 1.2 times as long.
@@ -50,8 +51,21 @@ class BuildNative(build_ext):  # type: ignore[misc, unused-ignore]
     def _inplace(self, ext: Any) -> Path:
         return Path("src", *ext.name.split(".")[:-1], Path(self.get_ext_filename(ext.name)).name)
 
+    def _takes(self, flags: list[str]) -> bool:
+        """Return whether the compiler knows ``flags``: GCC does since version 11."""
+        source = Path(self.build_temp, "flags.cpp")
+        source.parent.mkdir(parents=True, exist_ok=True)
+        source.write_text("int nothing;\n")
+        try:
+            self.compiler.compile([str(source)], output_dir=self.build_temp, extra_postargs=flags)
+        except Exception:  # of a type that depends on the compiler
+            return False
+        return True
+
     def _compile_and_link(self, target: Path, levels: dict[str, list[str]]) -> None:
-        macros = [("WITH_AVX2", "1" if "avx2" in levels else "0"), ("SOURCES", _digest_of(SOURCES))]
+        has_tiles = "avx512" in levels and self.plat_name.startswith("linux") and self._takes(TILES)
+        macros = [("WITH_AVX2", "1" if "avx2" in levels else "0"), ("WITH_TILES", "1" if has_tiles else "0")]
+        macros.append(("SOURCES", _digest_of(SOURCES)))
         tasks: list[_Task] = [("module", "module.cpp", macros, [])]
         for level, flags in levels.items():
             for kind in KINDS:
@@ -60,6 +74,8 @@ class BuildNative(build_ext):  # type: ignore[misc, unused-ignore]
             if level == "avx512":  # encoders are those of AVX2
                 blocks = [("LEVEL", level), ("CODES", "STREAM")]
                 tasks.append(("blocks", "blocks.cpp", blocks, [*flags, "-mavx512bf16"]))
+                if has_tiles:
+                    tasks.append(("tiles", "blocks.cpp", blocks, [*flags, "-mavx512bf16", *TILES]))
                 continue
             tasks.append((f"{level}-encoders", "encoders.c", [("LEVEL", level)], [*flags, "-O3", "-fno-trapping-math"]))
 

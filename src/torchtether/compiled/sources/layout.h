@@ -62,6 +62,9 @@ struct Kernels {
 // `linear` for many rows of inputs of bfloat16, on processors with AVX-512 VNNI and BF16.
 void block_linear(const Layout&, const Parts&, const Kernels&, const void* x, int64_t rows, int64_t stride,
                   const void* bias, void* out);
+// The same with AMX.
+void tile_linear(const Layout&, const Parts&, const Kernels&, const void* x, int64_t rows, int64_t stride,
+                 const void* bias, void* out);
 
 // torch_parallel_for; null until the module is bound: until then one thread does everything.
 extern int32_t (*parallel_for)(int64_t begin, int64_t end, int64_t grain, void (*work)(int64_t, int64_t, void*), void* with);

@@ -4,6 +4,11 @@
 // dtype and address of their arguments (tensors.h, calls.h); the loops of the encoders rely on the checks in loops.py.
 
 #include <dlfcn.h>
+#if WITH_TILES
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 #include <atomic>
 #include <cmath>
@@ -54,6 +59,9 @@ struct Level {
 };
 const Level LEVELS[] = {
 #if WITH_AVX2
+#if WITH_TILES
+    {"avx512_amx", tile_linear, &encoders_avx2, {KINDS_OF(POINT, avx512)}},
+#endif
     {"avx512_bf16", block_linear, &encoders_avx2, {KINDS_OF(POINT, avx512)}},
     {"avx512_vnni", nullptr, &encoders_avx2, {KINDS_OF(POINT, avx512)}},
     {"avx2", nullptr, &encoders_avx2, {KINDS_OF(POINT, avx2)}},
@@ -62,6 +70,17 @@ const Level LEVELS[] = {
 };
 const Level* level = nullptr;
 
+#if WITH_TILES
+// Whether the processor has AMX for bfloat16 and bytes, and Linux lets this process use it, for which one has to ask.
+bool has_tiles() {
+    uint32_t a, b, c, d;
+    const uint32_t units = 1u << 22 | 1u << 24 | 1u << 25;
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & units) != units) return false;
+    constexpr int ASK = 0x1023, TILES = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+    return syscall(SYS_arch_prctl, ASK, TILES) == 0;
+}
+#endif
+
 // Whether the processor supports a level, and torch's `capability` allows it.
 bool suits(const Level& one, const char* capability) {
     if (!strcmp(one.name, "portable")) return true;
@@ -69,6 +88,9 @@ bool suits(const Level& one, const char* capability) {
 #if WITH_AVX2
     if (is_wide && !__builtin_cpu_supports("avx512vnni")) return false;
     if (one.blocks && !__builtin_cpu_supports("avx512bf16")) return false;
+#endif
+#if WITH_TILES
+    if (one.blocks == tile_linear && !has_tiles()) return false;
 #endif
     return !strcmp(capability, "AVX512") || (!is_wide && !strcmp(capability, "AVX2"));
 }

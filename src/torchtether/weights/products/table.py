@@ -29,7 +29,8 @@ class KernelChoice(NamedTuple):
     """A row of the table: ``kernel`` is for at most ``rows`` rows of input, and weights of ``elements`` or more.
 
     ``fast_halves`` is the required ``has_fast_halves(dtype)``, ``rounds`` whether inputs are rounded, ``blocks`` the
-    required ``has_blocks()``; ``None`` matches either value. ``device`` is the type of the device.
+    required ``has_blocks()``, ``amx`` the required ``has_amx()``; ``None`` matches either value. ``device`` is the type
+    of the device.
     """
 
     kernel: str
@@ -42,6 +43,7 @@ class KernelChoice(NamedTuple):
     elements: int = 0
     device: str = "cpu"
     blocks: bool | None = None
+    amx: bool | None = None
 
 
 ANY = 1 << 62
@@ -59,7 +61,28 @@ TABLE = (
         "AVX2, three shapes, batch 1: int8 .32 to .43, int4 .28 to .31, nf4, fp8 .60 to .70; batch 512: .29 to .55;"
         " EPYC of family 23, 1 thread, batch 1: Q4_0 .35, MLX 4 bits .35, Q4_1 .39, Q4_K .42, Q5_K .69, Q6_K .82",
     ),
-    # AVX-512 with BF16 and VNNI, without AMX
+    # AVX-512 with BF16 and VNNI, and AMX; further rows are the next ones
+    KernelChoice(
+        "compiled",
+        ("INT4",),
+        (torch.bfloat16,),
+        True,
+        True,
+        16,
+        "Xeon with AMX, 2 threads, 8, 12, 16 rows: .65, .82, 1.06, in blocks 16, 64: 1.05, .87",
+        amx=True,
+    ),
+    KernelChoice(
+        "compiled",
+        ("E4M3", "E5M2"),
+        (torch.bfloat16,),
+        True,
+        None,
+        5,
+        "Xeon with AMX, 2 threads, 4, 5, 8 rows: fp8 .93, 1.15, 1.9, in blocks 1.2, 1.1, 1.1",
+        amx=True,
+    ),
+    # AVX-512 with BF16 and VNNI
     KernelChoice(
         "compiled",
         ("INT4",),
@@ -142,8 +165,10 @@ TABLE = (
         ANY,
         "EPYC, 1 thread, three shapes, batch 8, 16, 64, 512: int8 .97, .99, 1.01, .99, int4 .88, .92, .98, 1.0,"
         " fp8 .93, .95, .98, .99, nf4 .98, .99, 1.01, 1.0; inputs rounded: int8 .53, .57, .56, .54, int4 .61, .62, .60,"
-        " .57. 4096 x 4096: Q4_K 1.8, 1.8, 1.3; int_mm without the rounding 1.3, 1.1, .78, .54; chunks, int8 1.3,"
-        " 1.3, 1.15, 1.10",
+        " .57. 4096 x 4096: Q4_K 1.8, 1.8, 1.3; int_mm without the rounding 1.3, 1.1, .78, .54; chunks, int8 1.3, 1.3,"
+        " 1.15, 1.10. Xeon with AMX, 2 threads, batch 16, 64, 256, 512: int8 1.2, .94, 1.05, 1.1, int4 1.06, .84, 1.0,"
+        " 1.05, fp8 1.1, .9, 1.05, 1.08, nf4 1.0, .82, 1.0, 1.05, Q4_K 2.0, 1.5, -, 1.2; inputs rounded: int8 .6, .55,"
+        " .6, .7, int4 1.1, 1.2, 1.2, 1.3; chunks int8 1.3, 1.7, 1.4, 1.1, fp8 1.8, 1.7, 1.4, 1.1",
         blocks=True,
     ),
     # AVX-512 without BF16, and with AMX: the same kernels as above, without VNNI those of AVX2
@@ -293,9 +318,15 @@ TAKES: dict[str, Callable[[Layout], bool]] = {
 def has_blocks() -> bool:
     """Return whether the compiled module multiplies many rows of bfloat16, faster than torch.
 
-    It does with AVX-512 BF16 and VNNI. With AMX, oneDNN's products of many rows are faster.
+    It does with AVX-512 BF16 and VNNI. Where a processor has AMX, but the module was built without it, oneDNN's
+    products of many rows are faster.
     """
-    return compiled.native() is not None and compiled.level() == "avx512_bf16" and not has_tiles()
+    return has_amx() or (compiled.native() is not None and compiled.level() == "avx512_bf16" and not has_tiles())
+
+
+def has_amx() -> bool:
+    """Return whether the compiled module multiplies many rows of bfloat16 by AMX."""
+    return compiled.native() is not None and compiled.level() == "avx512_amx"
 
 
 @lru_cache(maxsize=2)
@@ -333,6 +364,7 @@ def _kernels_for(layout: Layout, dtype: torch.dtype, device: str) -> Iterator[tu
     for row in TABLE:
         is_place = row.device == device and (row.fast_halves is None or row.fast_halves == has_fast_halves(dtype))
         is_place = is_place and (row.blocks is None or row.blocks == has_blocks())
+        is_place = is_place and (row.amx is None or row.amx == has_amx())
         fits = layout.kind in row.kinds and dtype in row.dtypes and layout.rows * layout.columns >= row.elements
         is_input = row.rounds is None or row.rounds == bool(layout.fields["activations"])
         if is_place and fits and is_input and TAKES[row.kernel](layout):
