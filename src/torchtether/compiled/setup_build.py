@@ -75,7 +75,7 @@ class BuildNative(build_ext):  # type: ignore[misc, unused-ignore]
                 blocks = [("LEVEL", level), ("CODES", "STREAM")]
                 tasks.append(("blocks", "blocks.cpp", blocks, [*flags, "-mavx512bf16"]))
                 if has_tiles:
-                    tasks.append(("tiles", "blocks.cpp", blocks, [*flags, "-mavx512bf16", *TILES]))
+                    tasks.append(("tiles", "tiles.cpp", blocks, [*flags, "-mavx512bf16", *TILES]))
                 continue
             tasks.append((f"{level}-encoders", "encoders.c", [("LEVEL", level)], [*flags, "-O3", "-fno-trapping-math"]))
 

@@ -1,8 +1,6 @@
-// Products with many rows of inputs on processors with AVX-512 VNNI and BF16, for all kinds of codes. Compiled twice: the
-// second time with the instructions of AMX.
+// Products with many rows of inputs on processors with AVX-512 VNNI and BF16, for all kinds of codes.
 
 #include <utility>
-#include <vector>
 
 #include "kernels.h"
 
@@ -12,14 +10,8 @@ namespace {
 
 }  // namespace
 
-#ifdef __AMX_TILE__
-#define LINEAR tile_linear
-#else
-#define LINEAR block_linear
-#endif
-
-void LINEAR(const Layout& L, const Parts& P, const Kernels& kernels, const void* x, int64_t rows, int64_t stride,
-            const void* bias, void* out) {
+void block_linear(const Layout& L, const Parts& P, const Kernels& kernels, const void* x, int64_t rows, int64_t stride,
+                  const void* bias, void* out) {
     const bool are_bytes = L.activations && has_bytes(L, P);
     if (are_bytes && L.kind == INT8) blocks_linear<INT8>(L, P, kernels, x, rows, stride, bias, out);
     else if (are_bytes) blocks_linear<INT4>(L, P, kernels, x, rows, stride, bias, out);

@@ -6,18 +6,10 @@
 // points, if those are signed bytes. Then, with 128 added to the rounded inputs,
 //     y = step of x * unit * sum over groups of scale * (sum code * (x + 128) - 128 * sum code)
 //
-// With AMX, a tile of 16 rows of inputs, 64 bytes of each, is multiplied with one of 16 rows of codes: 16 vectors as they
-// are interleaved.
-//
 // blocks.cpp includes this in its own namespace.
 
 constexpr int64_t LINES = 3, ACROSS = 16 * LINES;  // rows of codes that are interleaved
-#ifdef __AMX_TILE__
-constexpr bool IN_TILES = true;
-#else
-constexpr bool IN_TILES = false;
-#endif
-constexpr int64_t DEPTH = 512;   // bytes of each that are interleaved at once, in the first-level cache
+constexpr int64_t DEPTH = 512;                     // bytes of each that are interleaved at once, in the first-level cache
 constexpr int64_t TALL = 8;                        // rows of inputs that are multiplied at once, half as many for small pieces
 
 // Whether codes minus their zero points are signed bytes.
@@ -45,7 +37,7 @@ template <bool BYTES> struct Inputs {
 
     Inputs(const Layout& L, const void* x, int64_t rows, int64_t row_stride)
         : start((const uint8_t*)x), stride(row_stride * 2), bytes((L.columns * (BYTES ? 1 : 2) + 63) / 64 * 64) {
-        if (!IN_TILES && !L.activations && L.columns % 32 == 0) return;
+        if (!L.activations && L.columns % 32 == 0) return;
         Line none;
         memset(&none, BYTES ? 0x80 : 0, sizeof none);
         stride = bytes + 64;  // rows a multiple of 4096 bytes apart evict each other from the cache
@@ -85,8 +77,8 @@ template <int C> inline __m512i codes_at(const uint8_t* row, int64_t k, int64_t 
     return _mm512_and_si512(_mm512_or_si512(c, _mm512_slli_epi16(c, 4)), _mm512_set1_epi8(15));
 }
 
-// Interleaves 16 rows, four bytes of each in turn, into every LINES-th line.
-template <class Row> inline __attribute__((always_inline)) void lay_side_by_side(Row row, Line* to) {
+// Interleaves 16 rows, four bytes of each in turn, into every STEP-th line.
+template <int64_t STEP, class Row> inline __attribute__((always_inline)) void lay_side_by_side(Row row, Line* to) {
     __m512i a[16], b[16];
 #pragma GCC unroll 16
     for (int i = 0; i < 16; i++) a[i] = row(i);
@@ -103,10 +95,10 @@ template <class Row> inline __attribute__((always_inline)) void lay_side_by_side
         const __m512i p = _mm512_shuffle_i32x4(a[j], a[4 + j], 0x88), q = _mm512_shuffle_i32x4(a[j], a[4 + j], 0xdd);
         const __m512i r = _mm512_shuffle_i32x4(a[8 + j], a[12 + j], 0x88);
         const __m512i s = _mm512_shuffle_i32x4(a[8 + j], a[12 + j], 0xdd);
-        _mm512_storeu_si512(to + (j + 0) * LINES, _mm512_shuffle_i32x4(p, r, 0x88));
-        _mm512_storeu_si512(to + (j + 4) * LINES, _mm512_shuffle_i32x4(q, s, 0x88));
-        _mm512_storeu_si512(to + (j + 8) * LINES, _mm512_shuffle_i32x4(p, r, 0xdd));
-        _mm512_storeu_si512(to + (j + 12) * LINES, _mm512_shuffle_i32x4(q, s, 0xdd));
+        _mm512_storeu_si512(to + (j + 0) * STEP, _mm512_shuffle_i32x4(p, r, 0x88));
+        _mm512_storeu_si512(to + (j + 4) * STEP, _mm512_shuffle_i32x4(q, s, 0x88));
+        _mm512_storeu_si512(to + (j + 8) * STEP, _mm512_shuffle_i32x4(p, r, 0xdd));
+        _mm512_storeu_si512(to + (j + 12) * STEP, _mm512_shuffle_i32x4(q, s, 0xdd));
     }
 }
 
@@ -170,68 +162,6 @@ inline void multiply_pieces(const Line* codes, int64_t pieces, int64_t steps, co
     (_mm512_storeu_ps(to + 16 * I, totals[I]), ...);
 }
 
-#ifdef __AMX_TILE__
-// The tiles: 0, 1 and 2 have the sums of 16 rows of inputs with each line, 3 has the inputs, 4, 5 and 6 the codes.
-class Tiles {
-    int64_t rows = 0;  // of inputs, for which they are configured
-
-  public:
-    static constexpr int64_t TALL = 16;
-    static constexpr int64_t STRIDE = LINES * sizeof(Line), ACROSS_BYTES = ACROSS * 4;
-
-    Tiles() = default;
-    Tiles(const Tiles&) = delete;
-    ~Tiles() { if (rows) _tile_release(); }
-
-    void configure(int64_t count) {
-        if (count == rows) return;
-        struct alignas(64) { uint8_t palette = 1, start = 0, none[14] = {}; uint16_t bytes[16] = {}; uint8_t rows[16] = {}; } all;
-        for (int i = 0; i < 7; i++) all.bytes[i] = 64, all.rows[i] = i < 4 ? count : 16;
-        _tile_loadconfig(&all);
-        rows = count;
-    }
-
-    // The compiler does not know what memory these instructions read and write.
-    static void settle() { asm volatile("" ::: "memory"); }
-
-    template <bool BYTES> static void add(const Line* codes, const uint8_t* x, int64_t stride, int64_t bytes) {
-        settle();
-        for (int64_t k = 0; k < bytes; k += 64, codes += 16 * LINES) {
-            _tile_loadd(3, x + k, stride);
-            _tile_loadd(4, codes, STRIDE);
-            _tile_loadd(5, codes + 1, STRIDE);
-            _tile_loadd(6, codes + 2, STRIDE);
-            if constexpr (BYTES) {
-                _tile_dpbusd(0, 3, 4);
-                _tile_dpbusd(1, 3, 5);
-                _tile_dpbusd(2, 3, 6);
-            } else {
-                _tile_dpbf16ps(0, 3, 4);
-                _tile_dpbf16ps(1, 3, 5);
-                _tile_dpbf16ps(2, 3, 6);
-            }
-        }
-    }
-    static void clear() {
-        _tile_zero(0);
-        _tile_zero(1);
-        _tile_zero(2);
-    }
-    static void read(const float* at) {
-        settle();
-        _tile_loadd(0, at, ACROSS_BYTES);
-        _tile_loadd(1, at + 16, ACROSS_BYTES);
-        _tile_loadd(2, at + 32, ACROSS_BYTES);
-    }
-    static void write(void* to) {
-        _tile_stored(0, to, ACROSS_BYTES);
-        _tile_stored(1, (Line*)to + 1, ACROSS_BYTES);
-        _tile_stored(2, (Line*)to + 2, ACROSS_BYTES);
-        settle();
-    }
-};
-#endif
-
 // Rounds to nearest, halves to even, also subnormal numbers, which the instruction for it would flush to 0.
 inline __m256i to_sixteen_bits(__m512 v) {
     const __m512i bits = (__m512i)v, last = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
@@ -294,8 +224,8 @@ template <int C> struct Tile {
         const int64_t ahead = end < L.columns ? end - from : ACROSS * L.row_bytes * (C == INT4 ? 2 : 1) - from;
         for (int64_t l = 0; l * 16 < count; l++)
             for (int64_t k = from; k < end; k += 64)
-                lay_side_by_side([&](int i) { return bytes_at(l * 16 + i < count ? l * 16 + i : 0, k, ahead); },
-                                 codes.data() + (k - from) / 4 * LINES + l);
+                lay_side_by_side<LINES>([&](int i) { return bytes_at(l * 16 + i < count ? l * 16 + i : 0, k, ahead); },
+                                        codes.data() + (k - from) / 4 * LINES + l);
         for (int64_t k = from; BYTES && k < end; k += piece)
             fill_lows((k - from) / piece, (end - k < piece ? end - k : piece) / 4);
     }
@@ -331,55 +261,18 @@ template <int C> struct Tile {
         }
     }
 
-#ifdef __AMX_TILE__
-    bool has_tiles() const { return piece % 64 == 0; }
-
-    // The same for up to Tiles::TALL rows; pieces are whole tiles.
-    void add_tiles(Tiles& tiles, int64_t m, int64_t from, int64_t end) {
-        const int64_t some = rows - m < Tiles::TALL ? rows - m : Tiles::TALL;
-        tiles.configure(some);
-        const uint8_t* x = in.at(m) + from;
-        float* to = &totals[m * ACROSS];
-        if constexpr (!BYTES) {
-            if (from) tiles.read(to);
-            else tiles.clear();
-            tiles.add<false>(codes.data(), x, in.stride, end - from);
-            return tiles.write(to);
-        } else {
-            constexpr int64_t EACH = Tiles::TALL * LINES;
-            Line sums[DEPTH / 64 * EACH];
-            const int64_t several = (end - from + piece - 1) / piece;
-            for (int64_t i = 0; i < several; i++) {
-                tiles.clear();
-                const int64_t k = from + i * piece;
-                tiles.add<true>(&codes[(k - from) / 4 * LINES], x + k - from, in.stride, end - k < piece ? end - k : piece);
-                tiles.write(sums + i * EACH);
-            }
-            const float* by = scales.data() + from / piece * ACROSS;
-            for (int64_t j = 0; j < some * LINES; j++) {
-                __m512 total = from ? _mm512_loadu_ps(to + 16 * j) : _mm512_setzero_ps();
-                for (int64_t i = 0; i < several; i++) {
-                    const int64_t line = i * LINES + j % LINES;
-                    total = scaled(load<Integers>(sums + i * EACH + j) + load<Integers>(&lows[line]), by + 16 * line, total);
-                }
-                _mm512_storeu_ps(to + 16 * j, total);
-            }
-        }
-    }
-#endif
-
-    void add_all(int64_t from, int64_t end) {
-        for (int64_t m = 0, some; m < rows; m += some) {
-            some = rows - m > TALL / 2 && piece == DEPTH ? TALL : TALL / 2;
-            if (some == TALL) add<TALL>(m, from, end);
-            else add<TALL / 2>(m, from, end);
-        }
-    }
-
-    void begin(const Kernels& kernels, int64_t start, int64_t stop) {
-        first = start, count = stop - start < ACROSS ? stop - start : ACROSS;
+    void multiply_with(const Kernels& kernels) {
         if (BYTES) fill_scales();
         else kernels.decode(L, P, {nullptr, false, first, count, stride / 2}, BFLOAT16, values.data());
+        for (int64_t from = 0; from < in.bytes; from += DEPTH) {
+            const int64_t end = from + DEPTH < in.bytes ? from + DEPTH : in.bytes;
+            lay(from, end);
+            for (int64_t m = 0, some; m < rows; m += some) {
+                some = rows - m > TALL / 2 && piece == DEPTH ? TALL : TALL / 2;
+                if (some == TALL) add<TALL>(m, from, end);
+                else add<TALL / 2>(m, from, end);
+            }
+        }
     }
 
     void put(const void* bias, void* out) const {
@@ -401,30 +294,13 @@ template <int C> struct Tile {
 template <int C> void blocks_linear(const Layout& L, const Parts& P, const Kernels& kernels, const void* x, int64_t rows,
                                     int64_t stride, const void* bias, void* out) {
     const Inputs<C != STREAM> in(L, x, rows, stride);
-    // of inputs that do not fit into the second-level cache, each is read once for several tiles
-    const int64_t each = !IN_TILES || rows * in.bytes <= (1 << 20) ? 1 : C == STREAM ? 2 : 4;
-    in_threads(L.rows, each * ACROSS, rows * L.rows * L.columns > 65536, [&](Shares& shares) {
-        std::vector<Tile<C>> some;
-        some.reserve(each);
-        while ((int64_t)some.size() < each) some.emplace_back(L, P, in, rows);
-#ifdef __AMX_TILE__
-        Tiles tiles;
-#endif
+    in_threads(L.rows, ACROSS, rows * L.rows * L.columns > 65536, [&](Shares& shares) {
+        Tile<C> tile(L, P, in, rows);
         for (int64_t start, stop; shares.take(&start, &stop);)
-            for (; start < stop; start += each * ACROSS) {
-                const int64_t left = (stop - start + ACROSS - 1) / ACROSS, now = left < each ? left : each;
-                for (int64_t i = 0; i < now; i++) some[i].begin(kernels, start + i * ACROSS, stop);
-                for (int64_t from = 0; from < in.bytes; from += DEPTH) {
-                    const int64_t end = from + DEPTH < in.bytes ? from + DEPTH : in.bytes;
-                    for (int64_t i = 0; i < now; i++) some[i].lay(from, end);
-#ifdef __AMX_TILE__
-                    for (int64_t m = 0; some[0].has_tiles() && m < rows; m += Tiles::TALL)
-                        for (int64_t i = 0; i < now; i++) some[i].add_tiles(tiles, m, from, end);
-                    if (some[0].has_tiles()) continue;
-#endif
-                    for (int64_t i = 0; i < now; i++) some[i].add_all(from, end);
-                }
-                for (int64_t i = 0; i < now; i++) some[i].put(bias, out);
+            for (tile.first = start; tile.first < stop; tile.first += ACROSS) {
+                tile.count = stop - tile.first < ACROSS ? stop - tile.first : ACROSS;
+                tile.multiply_with(kernels);
+                tile.put(bias, out);
             }
     });
 }

@@ -45,6 +45,14 @@ template <int C, int D, bool Z, bool U> bool decode_row(const Layout& L, const u
     if constexpr (nibbled) meant = sixteen(C == TABLE4 ? L.table : INTEGERS);
 #endif
     for (int64_t g = 0; g < L.groups; g++) {
+#if FAST_ROWS
+        if constexpr (nibbled && D != FLOAT32)
+            if (L.group == 32 && g + 1 < L.groups && (g + 2) * 32 <= L.columns) {
+                decode_two_groups<D, Z, U>(L, meant, row, s + g, z + g, g * 32, out);
+                g++;
+                continue;
+            }
+#endif
         const int64_t end = (g + 1) * L.group < L.columns ? (g + 1) * L.group : L.columns;
         const F scale = all(s[g]), zero = all(z[g]);
         int64_t k = g * L.group;

@@ -45,14 +45,40 @@ struct ByteTable {  // of 16 words: their low bytes, their high bytes, in both l
     }
 };
 
+// The possible values of a group, from the possible levels.
+template <int D, bool Z, bool U> inline ByteTable table_of(const Layout& L, Sixteen s, float scale, float zero) {
+    if (Z) s = {s.even + all(zero), s.odd + all(zero)};
+    s = {s.even * all(scale), s.odd * all(scale)};
+    if (U) s = {s.even * all(L.unit), s.odd * all(L.unit)};
+    return ByteTable::of<D>(s);
+}
+
+// Two groups of 32 columns, a lane each.
+template <int D, bool Z, bool U> inline void decode_two_groups(const Layout& L, Sixteen s, const uint8_t* row,
+                                                               const float* scales, const float* zeros, int64_t k, void* out) {
+    const ByteTable a = table_of<D, Z, U>(L, s, scales[0], zeros[0]), b = table_of<D, Z, U>(L, s, scales[1], zeros[1]);
+    const __m256i low = _mm256_permute2x128_si256(a.low, b.low, 0x20), high = _mm256_permute2x128_si256(a.high, b.high, 0x20);
+    _mm_prefetch((const char*)row + k / 2 + AHEAD, _MM_HINT_T1);
+    const __m256i c = _mm256_loadu_si256((const __m256i*)(row + k / 2)), mask = _mm256_set1_epi8(15);
+    const __m256i even = _mm256_and_si256(c, mask), odd = _mm256_and_si256(_mm256_srli_epi16(c, 4), mask);
+    const __m256i el = _mm256_shuffle_epi8(low, even), eh = _mm256_shuffle_epi8(high, even);
+    const __m256i ol = _mm256_shuffle_epi8(low, odd), oh = _mm256_shuffle_epi8(high, odd);
+    const __m256i e0 = _mm256_unpacklo_epi8(el, eh), e1 = _mm256_unpackhi_epi8(el, eh);
+    const __m256i o0 = _mm256_unpacklo_epi8(ol, oh), o1 = _mm256_unpackhi_epi8(ol, oh);
+    const __m256i w0 = _mm256_unpacklo_epi16(e0, o0), w1 = _mm256_unpackhi_epi16(e0, o0);
+    const __m256i w2 = _mm256_unpacklo_epi16(e1, o1), w3 = _mm256_unpackhi_epi16(e1, o1);
+    __m256i* to = (__m256i*)((uint16_t*)out + k);
+    _mm256_storeu_si256(to, _mm256_permute2x128_si256(w0, w1, 0x20));
+    _mm256_storeu_si256(to + 1, _mm256_permute2x128_si256(w2, w3, 0x20));
+    _mm256_storeu_si256(to + 2, _mm256_permute2x128_si256(w0, w1, 0x31));
+    _mm256_storeu_si256(to + 3, _mm256_permute2x128_si256(w2, w3, 0x31));
+}
+
 // 64 columns at once: of the 32 bytes, each lane gets every other four, so that words come out in order.
 template <int D, bool Z, bool U> inline int64_t decode_nibbles(const Layout& L, Sixteen s, const uint8_t* row, float scale,
                                                                float zero, int64_t k, int64_t end, void* out) {
     if (end - k < 64) return k;
-    if (Z) s = {s.even + all(zero), s.odd + all(zero)};
-    s = {s.even * all(scale), s.odd * all(scale)};
-    if (U) s = {s.even * all(L.unit), s.odd * all(L.unit)};
-    const ByteTable table = ByteTable::of<D>(s);
+    const ByteTable table = table_of<D, Z, U>(L, s, scale, zero);
     const __m256i order = _mm256_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7), mask = _mm256_set1_epi8(15);
     for (; k + 64 <= end; k += 64) {
         _mm_prefetch((const char*)row + k / 2 + AHEAD, _MM_HINT_T1);

@@ -61,7 +61,17 @@ TABLE = (
         "AVX2, three shapes, batch 1: int8 .32 to .43, int4 .28 to .31, nf4, fp8 .60 to .70; batch 512: .29 to .55;"
         " EPYC of family 23, 1 thread, batch 1: Q4_0 .35, MLX 4 bits .35, Q4_1 .39, Q4_K .42, Q5_K .69, Q6_K .82",
     ),
-    # AVX-512 with BF16 and VNNI, and AMX; further rows are the next ones
+    # AVX-512 with BF16 and VNNI, and AMX
+    KernelChoice(
+        "compiled",
+        ("INT4",),
+        (torch.bfloat16,),
+        True,
+        False,
+        8,
+        "Xeon, 2 threads, 4, 8 rows: .47, .83, in blocks 8, 16: .70, .67; groups of 32 1.5, 1.4",
+        amx=True,
+    ),
     KernelChoice(
         "compiled",
         ("INT4",),
@@ -69,7 +79,27 @@ TABLE = (
         True,
         True,
         16,
-        "Xeon with AMX, 2 threads, 8, 12, 16 rows: .65, .82, 1.06, in blocks 16, 64: 1.05, .87",
+        "Xeon, 2 threads, 8, 16 rows: .65, 1.0, in blocks 32, 64: 1.2, 1.1",
+        amx=True,
+    ),
+    KernelChoice(
+        "compiled",
+        ("INT8", "UINT8"),
+        (torch.bfloat16,),
+        True,
+        None,
+        8,
+        "Xeon, 2 threads, 4, 8 rows: .52, .86, in blocks 16: .90; inputs rounded: .45, .68, in blocks 16: .7",
+        amx=True,
+    ),
+    KernelChoice(
+        "compiled",
+        ("TABLE4",),
+        (torch.bfloat16,),
+        True,
+        None,
+        4,
+        "Xeon, 2 threads, 4 rows: .63, in blocks 8: .69",
         amx=True,
     ),
     KernelChoice(
@@ -78,11 +108,43 @@ TABLE = (
         (torch.bfloat16,),
         True,
         None,
-        5,
-        "Xeon with AMX, 2 threads, 4, 5, 8 rows: fp8 .93, 1.15, 1.9, in blocks 1.2, 1.1, 1.1",
+        3,
+        "Xeon, 2 threads, 4 rows: fp8 .93, in blocks 8: .82",
         amx=True,
     ),
-    # AVX-512 with BF16 and VNNI
+    KernelChoice(
+        "compiled",
+        (STREAM,),
+        (torch.bfloat16,),
+        True,
+        None,
+        12,
+        "Xeon, 2 threads, 8, 12 rows: Q4_K .79, 1.1, in blocks 9, 16, 64: 1.6, 1.3, 1.2",
+        amx=True,
+    ),
+    KernelChoice(
+        "blocks",
+        KINDS,
+        (torch.bfloat16,),
+        True,
+        False,
+        384,
+        "Xeon, 2 threads, batch 16, 64, 256, 512: int8 .90, .84, .99, 1.2, int4 .69, .74, .94, 1.1, fp8 .82, .81, .97,"
+        " 1.1, nf4 .66, .70, .87, 1.2; chunks 1.3 to 1.9, 1.5 to 1.7, 1.3, 1.1",
+        amx=True,
+    ),
+    KernelChoice(
+        "blocks",
+        KINDS,
+        (torch.bfloat16,),
+        True,
+        True,
+        ANY,
+        "Xeon, 2 threads, batch 16, 64, 256, 512: int8 .6, .6, .6, .75, int4 1.0, .93, 1.2, 1.4; int_mm, int8 1.1, 1.0,"
+        " 1.3, 1.2",
+        amx=True,
+    ),
+    # AVX-512 with BF16 and VNNI, without AMX
     KernelChoice(
         "compiled",
         ("INT4",),
@@ -92,6 +154,7 @@ TABLE = (
         24,
         "EPYC, 1 thread, 1, 8, 16, 24 rows: .10, .45, .68, .83, in blocks from 8 on: .93, .86, .82",
         blocks=True,
+        amx=False,
     ),
     KernelChoice(
         "compiled",
@@ -103,6 +166,7 @@ TABLE = (
         "EPYC, 1 thread, 1, 4, 8, 16, 24 rows: .12, .40, .70, 1.05, 1.27, in blocks from 4 on: 1.1, 1.1, 1.07, 1.08;"
         " groups of 32, 16 and 24: 1.24, 1.50, in blocks 1.6, 1.55",
         blocks=True,
+        amx=False,
     ),
     KernelChoice(
         "compiled",
@@ -113,6 +177,7 @@ TABLE = (
         8,
         "EPYC, 1 thread, 1, 4, 8, 12 rows: .17, .28, .45, .61, in blocks from 4 on: .47, .49, .49",
         blocks=True,
+        amx=False,
     ),
     KernelChoice(
         "compiled",
@@ -124,6 +189,7 @@ TABLE = (
         "EPYC, 1 thread, 1, 4, 8, 12, 16 rows: int8 .19, .45, .75, .98, 1.05, in blocks from 4 on: 1.06, 1.09, 1.1,"
         " 1.05; Q8_0 .20, .66, 1.1, 1.4, 1.6, in blocks 1.5, 1.4, 1.4, 1.3",
         blocks=True,
+        amx=False,
     ),
     KernelChoice(
         "compiled",
@@ -135,6 +201,7 @@ TABLE = (
         "EPYC, 1 thread, 1, 4, 8, 12, 16 rows: Q4_K .28, .66, 1.0, 1.25, 1.4, in blocks from 4 on: 2.2, 2.0, 1.9, 1.9;"
         " Q6_K .68, 1.4, 2.1, 2.5, 2.9, in blocks 2.5, 2.3, 2.1, 1.9",
         blocks=True,
+        amx=False,
     ),
     KernelChoice(
         "compiled",
@@ -145,6 +212,7 @@ TABLE = (
         6,
         "EPYC, 1 thread, 1, 4, 6, 8 rows: nf4 .20, .66, .91, 1.17, in blocks from 4 on: 1.05, 1.13, 1.09",
         blocks=True,
+        amx=False,
     ),
     KernelChoice(
         "compiled",
@@ -155,6 +223,7 @@ TABLE = (
         3,
         "EPYC, 1 thread, 1, 3, 4 rows: fp8 .38, .98, 1.05, in blocks 1.0 for 3 and .96 for 4",
         blocks=True,
+        amx=False,
     ),
     KernelChoice(
         "blocks",
@@ -166,10 +235,9 @@ TABLE = (
         "EPYC, 1 thread, three shapes, batch 8, 16, 64, 512: int8 .97, .99, 1.01, .99, int4 .88, .92, .98, 1.0,"
         " fp8 .93, .95, .98, .99, nf4 .98, .99, 1.01, 1.0; inputs rounded: int8 .53, .57, .56, .54, int4 .61, .62, .60,"
         " .57. 4096 x 4096: Q4_K 1.8, 1.8, 1.3; int_mm without the rounding 1.3, 1.1, .78, .54; chunks, int8 1.3, 1.3,"
-        " 1.15, 1.10. Xeon with AMX, 2 threads, batch 16, 64, 256, 512: int8 1.2, .94, 1.05, 1.1, int4 1.06, .84, 1.0,"
-        " 1.05, fp8 1.1, .9, 1.05, 1.08, nf4 1.0, .82, 1.0, 1.05, Q4_K 2.0, 1.5, -, 1.2; inputs rounded: int8 .6, .55,"
-        " .6, .7, int4 1.1, 1.2, 1.2, 1.3; chunks int8 1.3, 1.7, 1.4, 1.1, fp8 1.8, 1.7, 1.4, 1.1",
+        " 1.15, 1.10",
         blocks=True,
+        amx=False,
     ),
     # AVX-512 without BF16, and with AMX: the same kernels as above, without VNNI those of AVX2
     KernelChoice(
