@@ -49,6 +49,13 @@ class KernelChoice(NamedTuple):
 ANY = 1 << 62
 INTEGERS, FLOATS = ("INT8", "UINT8", "INT4"), ("E4M3", "E5M2", "TABLE4")
 
+
+def _bf16(
+    amx: bool, kernel: str, kinds: tuple[str, ...], rounds: bool | None, rows: int, measured: str
+) -> KernelChoice:
+    return KernelChoice(kernel, kinds, (torch.bfloat16,), True, rounds, rows, measured, blocks=True, amx=amx)
+
+
 TABLE = (
     # AVX2 without AVX-512, and all other processors
     KernelChoice(
@@ -62,182 +69,121 @@ TABLE = (
         " EPYC of family 23, 1 thread, batch 1: Q4_0 .35, MLX 4 bits .35, Q4_1 .39, Q4_K .42, Q5_K .69, Q6_K .82",
     ),
     # AVX-512 with BF16 and VNNI, and AMX
-    KernelChoice(
+    _bf16(
+        True,
         "compiled",
         ("INT4",),
-        (torch.bfloat16,),
-        True,
         False,
         8,
         "Xeon, 2 threads, 4, 8 rows: .47, .83, in blocks 8, 16: .70, .67; groups of 32 1.5, 1.4",
-        amx=True,
     ),
-    KernelChoice(
-        "compiled",
-        ("INT4",),
-        (torch.bfloat16,),
+    _bf16(True, "compiled", ("INT4",), True, 16, "Xeon, 2 threads, 8, 16 rows: .65, 1.0, in blocks 32, 64: 1.2, 1.1"),
+    _bf16(
         True,
-        True,
-        16,
-        "Xeon, 2 threads, 8, 16 rows: .65, 1.0, in blocks 32, 64: 1.2, 1.1",
-        amx=True,
-    ),
-    KernelChoice(
         "compiled",
         ("INT8", "UINT8"),
-        (torch.bfloat16,),
-        True,
         None,
         8,
         "Xeon, 2 threads, 4, 8 rows: .52, .86, in blocks 16: .90; inputs rounded: .45, .68, in blocks 16: .7",
-        amx=True,
     ),
-    KernelChoice(
-        "compiled",
-        ("TABLE4",),
-        (torch.bfloat16,),
+    _bf16(True, "compiled", ("TABLE4",), None, 4, "Xeon, 2 threads, 4 rows: .63, in blocks 8: .69"),
+    _bf16(True, "compiled", ("E4M3", "E5M2"), None, 3, "Xeon, 2 threads, 4 rows: fp8 .93, in blocks 8: .82"),
+    _bf16(
         True,
-        None,
-        4,
-        "Xeon, 2 threads, 4 rows: .63, in blocks 8: .69",
-        amx=True,
-    ),
-    KernelChoice(
-        "compiled",
-        ("E4M3", "E5M2"),
-        (torch.bfloat16,),
-        True,
-        None,
-        3,
-        "Xeon, 2 threads, 4 rows: fp8 .93, in blocks 8: .82",
-        amx=True,
-    ),
-    KernelChoice(
         "compiled",
         (STREAM,),
-        (torch.bfloat16,),
-        True,
         None,
         12,
         "Xeon, 2 threads, 8, 12 rows: Q4_K .79, 1.1, in blocks 9, 16, 64: 1.6, 1.3, 1.2",
-        amx=True,
     ),
-    KernelChoice(
+    _bf16(
+        True,
         "blocks",
         KINDS,
-        (torch.bfloat16,),
-        True,
         False,
         384,
         "Xeon, 2 threads, batch 16, 64, 256, 512: int8 .90, .84, .99, 1.2, int4 .69, .74, .94, 1.1, fp8 .82, .81, .97,"
         " 1.1, nf4 .66, .70, .87, 1.2; chunks 1.3 to 1.9, 1.5 to 1.7, 1.3, 1.1",
-        amx=True,
     ),
-    KernelChoice(
+    _bf16(
+        True,
         "blocks",
         KINDS,
-        (torch.bfloat16,),
-        True,
         True,
         ANY,
         "Xeon, 2 threads, batch 16, 64, 256, 512: int8 .6, .6, .6, .75, int4 1.0, .93, 1.2, 1.4; int_mm, int8 1.1, 1.0,"
         " 1.3, 1.2",
-        amx=True,
     ),
     # AVX-512 with BF16 and VNNI, without AMX
-    KernelChoice(
+    _bf16(
+        False,
         "compiled",
         ("INT4",),
-        (torch.bfloat16,),
-        True,
         True,
         24,
         "EPYC, 1 thread, 1, 8, 16, 24 rows: .10, .45, .68, .83, in blocks from 8 on: .93, .86, .82",
-        blocks=True,
-        amx=False,
     ),
-    KernelChoice(
+    _bf16(
+        False,
         "compiled",
         ("INT4",),
-        (torch.bfloat16,),
-        True,
         False,
         12,
         "EPYC, 1 thread, 1, 4, 8, 16, 24 rows: .12, .40, .70, 1.05, 1.27, in blocks from 4 on: 1.1, 1.1, 1.07, 1.08;"
         " groups of 32, 16 and 24: 1.24, 1.50, in blocks 1.6, 1.55",
-        blocks=True,
-        amx=False,
     ),
-    KernelChoice(
+    _bf16(
+        False,
         "compiled",
         ("INT8", "UINT8"),
-        (torch.bfloat16,),
-        True,
         True,
         8,
         "EPYC, 1 thread, 1, 4, 8, 12 rows: .17, .28, .45, .61, in blocks from 4 on: .47, .49, .49",
-        blocks=True,
-        amx=False,
     ),
-    KernelChoice(
+    _bf16(
+        False,
         "compiled",
         ("INT8", "UINT8"),
-        (torch.bfloat16,),
-        True,
         False,
         12,
         "EPYC, 1 thread, 1, 4, 8, 12, 16 rows: int8 .19, .45, .75, .98, 1.05, in blocks from 4 on: 1.06, 1.09, 1.1,"
         " 1.05; Q8_0 .20, .66, 1.1, 1.4, 1.6, in blocks 1.5, 1.4, 1.4, 1.3",
-        blocks=True,
-        amx=False,
     ),
-    KernelChoice(
+    _bf16(
+        False,
         "compiled",
         (STREAM,),
-        (torch.bfloat16,),
-        True,
         None,
         12,
         "EPYC, 1 thread, 1, 4, 8, 12, 16 rows: Q4_K .28, .66, 1.0, 1.25, 1.4, in blocks from 4 on: 2.2, 2.0, 1.9, 1.9;"
         " Q6_K .68, 1.4, 2.1, 2.5, 2.9, in blocks 2.5, 2.3, 2.1, 1.9",
-        blocks=True,
-        amx=False,
     ),
-    KernelChoice(
+    _bf16(
+        False,
         "compiled",
         ("TABLE4",),
-        (torch.bfloat16,),
-        True,
         None,
         6,
         "EPYC, 1 thread, 1, 4, 6, 8 rows: nf4 .20, .66, .91, 1.17, in blocks from 4 on: 1.05, 1.13, 1.09",
-        blocks=True,
-        amx=False,
     ),
-    KernelChoice(
+    _bf16(
+        False,
         "compiled",
         ("E4M3", "E5M2"),
-        (torch.bfloat16,),
-        True,
         None,
         3,
         "EPYC, 1 thread, 1, 3, 4 rows: fp8 .38, .98, 1.05, in blocks 1.0 for 3 and .96 for 4",
-        blocks=True,
-        amx=False,
     ),
-    KernelChoice(
+    _bf16(
+        False,
         "blocks",
         KINDS,
-        (torch.bfloat16,),
-        True,
         None,
         ANY,
         "EPYC, 1 thread, three shapes, batch 8, 16, 64, 512: int8 .97, .99, 1.01, .99, int4 .88, .92, .98, 1.0,"
         " fp8 .93, .95, .98, .99, nf4 .98, .99, 1.01, 1.0; inputs rounded: int8 .53, .57, .56, .54, int4 .61, .62, .60,"
         " .57. 4096 x 4096: Q4_K 1.8, 1.8, 1.3; int_mm without the rounding 1.3, 1.1, .78, .54; chunks, int8 1.3, 1.3,"
         " 1.15, 1.10",
-        blocks=True,
-        amx=False,
     ),
     # AVX-512 without BF16, and with AMX: the same kernels as above, without VNNI those of AVX2
     KernelChoice(
