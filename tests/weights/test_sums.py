@@ -11,7 +11,7 @@ from torchtether.formats.gguf_blocks import TABLE as IQ4
 from torchtether.schemes import Biased, SuperBlocks
 from torchtether.weights.ops import graph_ops
 from torchtether.weights.products.layout import STREAM
-from torchtether.weights.products.table import HALVES, INTEGERS, choose
+from torchtether.weights.products.table import HALVES, INTEGERS, choose, has_fast_halves
 
 UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 """What one rounding moves a number by, at most, in units of it."""
@@ -58,7 +58,8 @@ def allowed(weight, x, bias, fast):
         most += F.linear(meant, (unrounded(weight) - weight.to(torch.float32).dequantize()).abs())
     if is_twice or kernel == "int8pack":
         most += unit * (1 + unit) * product.abs()
-    is_codes = kernel == "blocks" and activations == "int8" and layout.kind in ("INT8", "INT4")
+    has_codes = layout.kind == "INT4" or (layout.kind == "INT8" and layout.fields["zero"] < 0)
+    is_codes = kernel == "blocks" and activations == "int8" and has_codes
     if (kernel == "blocks" and not is_codes) or (
         dtype in HALVES and ((activations is None and kernel == "chunks") or is_twice)
     ):
@@ -89,6 +90,18 @@ def test_products_are_summed_in_float32_and_rounded_as_promised(
                 assert got.dtype == dtype
                 off = (got.double() - expected).abs() / allowed(weight, x, bias, fast)
                 assert off.max() <= 1, (way, rows, choose(weight.kernel_layout, dtype, rows), float(off.max()))
+
+
+@pytest.mark.parametrize("activations", [None, "int8"])
+@pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
+def test_thousands_of_rows(scheme, activations):
+    """Kernels that copy inputs multiply so many in several turns."""
+    weight = tt.Weight.encode(rand(20, 64), scheme).to(torch.bfloat16)
+    weight.set_activations(activations)
+    x, bias = rand(4200, 64).to(torch.bfloat16), rand(20).to(torch.bfloat16)
+    expected = F.linear(rounded(x, activations), weight.to(torch.float32).dequantize().double(), bias.double())
+    off = (F.linear(x, weight, bias).double() - expected).abs()
+    assert (off <= allowed(weight, x, bias, has_fast_halves(torch.bfloat16))).all()
 
 
 @pytest.mark.parametrize("bits", [3, 4, 5, 6])

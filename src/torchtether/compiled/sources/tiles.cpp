@@ -17,9 +17,13 @@ template <int C> bool has_whole_tiles(const Layout& L) { return Tile<C>::piece_o
 
 void tile_linear(const Layout& L, const Parts& P, const Kernels& kernels, const void* x, int64_t rows, int64_t stride,
                  const void* bias, void* out) {
+    constexpr int64_t MOST = 4096;  // rows of inputs at once, which are copied
     const bool are_bytes = L.activations && has_bytes(L, P);
-    if (are_bytes && !has_whole_tiles<INT8>(L)) block_linear(L, P, kernels, x, rows, stride, bias, out);
-    else if (are_bytes && L.kind == INT8) tiles_linear<INT8>(L, P, kernels, x, rows, stride, bias, out);
-    else if (are_bytes) tiles_linear<INT4>(L, P, kernels, x, rows, stride, bias, out);
-    else tiles_linear<STREAM>(L, P, kernels, x, rows, stride, bias, out);
+    const auto multiply = !are_bytes                   ? tiles_linear<STREAM>
+                          : !has_whole_tiles<INT8>(L) ? block_linear
+                          : L.kind == INT8            ? tiles_linear<INT8>
+                                                      : tiles_linear<INT4>;
+    for (int64_t m = 0; m < rows; m += MOST)
+        multiply(L, P, kernels, (const uint16_t*)x + m * stride, rows - m < MOST ? rows - m : MOST, stride, bias,
+                 (uint16_t*)out + m * L.rows);
 }

@@ -176,7 +176,10 @@ template <int C> void tiles_linear(const Layout& L, const Parts& P, const Kernel
     const Interleaved<C != STREAM> x(L, given, rows, stride);
     const int64_t bytes = x.in.bytes, step = C != STREAM || x.blocks > 1 ? DEPTH : bytes;  // codes in the first-level cache
     // of inputs that do not fit into the second-level cache, each is read once for several bands
-    const int64_t most = rows * bytes <= 1 << 20 ? 1 : C == STREAM ? 2 : 4;
+    int64_t most = rows * bytes <= 1 << 20 ? 1 : C == STREAM ? 2 : 4;
+    uint32_t threads = 1;
+    if (parallel_for) count_threads(&threads);
+    while (most > 1 && L.rows < 4 * (int64_t)threads * most * DOWN) most /= 2;  // so that each thread has some
     in_threads(L.rows, most * DOWN, rows * L.rows * L.columns > 65536, [&](Shares& shares) {
         std::vector<Band<C>> bands;
         bands.reserve(most);
