@@ -140,7 +140,8 @@ class Slot:
     __slots__ = ("copied", "lane", "memory", "tensor")
 
     def __init__(self, tensor: Tensor) -> None:
-        self.tensor, self.memory = tensor, memory_of(tensor)
+        self.tensor: Tensor = tensor
+        self.memory: memoryview = memory_of(tensor)
         self.copied: Event | None = None
         self.lane: Lane | None = None
 
