@@ -170,6 +170,16 @@ inline __m256i to_sixteen_bits(__m512 v) {
     return _mm512_cvtepi32_epi16(_mm512_mask_mov_epi32(_mm512_srli_epi32(sum, 16), is_nan, _mm512_set1_epi32(0x7fc0)));
 }
 
+// Writes up to 16 sums, with the biases from `column` on, to that column of the row of `out` that begins at `row`.
+inline void put_sums(__m512 sums, const void* bias, void* out, int64_t row, int64_t column, int64_t left) {
+    const __mmask16 some = left < 16 ? (1 << left) - 1 : 0xffff;
+    if (bias) {
+        const __m256i b = _mm256_maskz_loadu_epi16(some, (const uint16_t*)bias + column);
+        sums = _mm512_add_ps(sums, (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(b), 16));
+    }
+    _mm256_mask_storeu_epi16((uint16_t*)out + row + column, some, to_sixteen_bits(sums));
+}
+
 // ACROSS rows of codes, and their products with all rows of x.
 template <int C> struct Tile {
     static constexpr bool BYTES = C != STREAM;
@@ -278,15 +288,8 @@ template <int C> struct Tile {
     void put(const void* bias, void* out) const {
         for (int64_t m = 0; m < rows; m++) {
             const __m512 by = _mm512_set1_ps((L.activations ? in.steps[m] : 1) * (BYTES ? L.unit : 1));
-            for (int64_t r = 0; r < count; r += 16) {
-                const __mmask16 some = count - r < 16 ? (1 << (count - r)) - 1 : 0xffff;
-                __m512 v = _mm512_mul_ps(_mm512_loadu_ps(&totals[m * ACROSS + r]), by);
-                if (bias) {
-                    const __m256i b = _mm256_maskz_loadu_epi16(some, (const uint16_t*)bias + first + r);
-                    v = _mm512_add_ps(v, (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(b), 16));
-                }
-                _mm256_mask_storeu_epi16((uint16_t*)out + m * L.rows + first + r, some, to_sixteen_bits(v));
-            }
+            for (int64_t r = 0; r < count; r += 16)
+                put_sums(_mm512_mul_ps(_mm512_loadu_ps(&totals[m * ACROSS + r]), by), bias, out, m * L.rows, first + r, count - r);
         }
     }
 };

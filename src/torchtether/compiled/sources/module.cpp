@@ -85,6 +85,7 @@ bool has_tiles() {
 bool suits(const Level& one, const char* capability) {
     if (!strcmp(one.name, "portable")) return true;
     const bool is_wide = strcmp(one.name, "avx2") != 0;
+    if (strcmp(capability, "AVX512") && (is_wide || strcmp(capability, "AVX2"))) return false;
 #if WITH_AVX2
     if (is_wide && !__builtin_cpu_supports("avx512vnni")) return false;
     if (one.blocks && !__builtin_cpu_supports("avx512bf16")) return false;
@@ -92,7 +93,7 @@ bool suits(const Level& one, const char* capability) {
 #if WITH_TILES
     if (one.blocks == tile_linear && !has_tiles()) return false;
 #endif
-    return !strcmp(capability, "AVX512") || (!is_wide && !strcmp(capability, "AVX2"));
+    return true;
 }
 
 inline const Kernels* kernels_of(const Layout& L) { return level->kernels[L.kind]; }

@@ -157,15 +157,9 @@ template <int C> struct Band {
             for (int64_t r = 0; r < count; r += SIDE) {
                 const Line* sums = &totals[block * DOWN + r];
                 lay_side_by_side<1>([&](int i) { return _mm512_loadu_si512(sums + i); }, turned);
-                const __mmask16 some = count - r < SIDE ? (1 << (count - r)) - 1 : 0xffff;
                 for (int64_t m = block * SIDE; m < rows && m < (block + 1) * SIDE; m++) {
-                    const float by = (L.activations ? x.in.steps[m] : 1) * (BYTES ? L.unit : 1);
-                    __m512 v = _mm512_mul_ps(_mm512_loadu_ps(turned + m % SIDE), _mm512_set1_ps(by));
-                    if (bias) {
-                        const __m256i b = _mm256_maskz_loadu_epi16(some, (const uint16_t*)bias + first + r);
-                        v = _mm512_add_ps(v, (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(b), 16));
-                    }
-                    _mm256_mask_storeu_epi16((uint16_t*)out + m * L.rows + first + r, some, to_sixteen_bits(v));
+                    const __m512 by = _mm512_set1_ps((L.activations ? x.in.steps[m] : 1) * (BYTES ? L.unit : 1));
+                    put_sums(_mm512_mul_ps(_mm512_loadu_ps(turned + m % SIDE), by), bias, out, m * L.rows, first + r, count - r);
                 }
             }
     }
