@@ -45,8 +45,8 @@ def test_a_failure_at_each_parameter_changes_nothing(row, dtype, verb, monkeypat
         tt.quantize(model, rules, optimizer=optimizer)
     given = (model, rules) if verb == "quantize" else (model,)
     run = partial(getattr(tt, verb), *given, optimizer=optimizer)
-    method = "encode" if verb == "quantize" else "decode"
-    work = getattr(type(row.scheme), method)
+    owner, method = (type(row.scheme), "encode") if verb == "quantize" else (tt.Weight, "values_of")
+    work = getattr(owner, method)
     for at in range(len(RULES)):
         calls = iter(range(100))
 
@@ -57,7 +57,7 @@ def test_a_failure_at_each_parameter_changes_nothing(row, dtype, verb, monkeypat
 
         before = snapshot(model, optimizer)
         with monkeypatch.context() as patch:
-            patch.setattr(type(row.scheme), method, failing)
+            patch.setattr(owner, method, failing)
             with pytest.raises(MemoryError, match="injected"):
                 run(atomic="full")
         assert snapshot(model, optimizer) == before

@@ -11,7 +11,7 @@ from torchtether.formats.gguf_blocks import TABLE as IQ4
 from torchtether.schemes import Biased, SuperBlocks
 from torchtether.weights.ops import graph_ops
 from torchtether.weights.products.layout import STREAM
-from torchtether.weights.products.table import HALVES, INTEGERS, choose, has_fast_halves
+from torchtether.weights.products.table import HALVES, INTEGERS, choose, has_amx, has_fast_halves
 
 UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 """What one rounding moves a number by, at most, in units of it."""
@@ -59,6 +59,8 @@ def allowed(weight, x, bias, fast):
     if is_twice or kernel == "int8pack":
         most += unit * (1 + unit) * product.abs()
     has_codes = layout.kind == "INT4" or (layout.kind == "INT8" and layout.fields["zero"] < 0)
+    if has_amx():
+        has_codes = has_codes and layout.fields["group"] >= layout.columns  # one scale for each row
     is_codes = kernel == "blocks" and activations == "int8" and has_codes
     if (kernel == "blocks" and not is_codes) or (
         dtype in HALVES and ((activations is None and kernel == "chunks") or is_twice)

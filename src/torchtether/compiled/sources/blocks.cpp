@@ -6,6 +6,7 @@
 
 namespace {
 
+constexpr int LIFTED = 128;  // added to rounded inputs: one of two bytes that are multiplied has no sign
 #include "blocks.h"
 
 }  // namespace

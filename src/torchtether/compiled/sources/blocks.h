@@ -38,28 +38,35 @@ template <bool BYTES> struct Inputs {
     Inputs(const Layout& L, const void* x, int64_t rows, int64_t row_stride)
         : start((const uint8_t*)x), stride(row_stride * 2), bytes((L.columns * (BYTES ? 1 : 2) + 63) / 64 * 64) {
         if (!L.activations && L.columns % 32 == 0) return;
-        Line none;
-        memset(&none, BYTES ? 0x80 : 0, sizeof none);
         stride = bytes + 64;  // rows a multiple of 4096 bytes apart evict each other from the cache
-        data.resize(rows * stride / 64, none);
+        data = Array<Line>::unset(rows * stride / 64);
         start = data.data()->bytes;
-        steps.resize(rows);
+        steps = Buffer::unset(rows);
         over(rows, rows * L.columns > 32768, [] { return 0; }, [&](int, int64_t m) {
             uint8_t* to = data[m * stride / 64].bytes;
+            memset(to + bytes - 64, BYTES ? LIFTED : 0, 64);
             if (L.activations) round(L, x, m, m * row_stride, to);
             else memcpy(to, (const uint16_t*)x + m * row_stride, L.columns * 2);
         });
     }
 
     void round(const Layout& L, const void* x, int64_t m, int64_t at, uint8_t* to) {
-        steps[m] = Spans::step_of<BFLOAT16>(x, at, L.columns);
+        const uint16_t* from = (const uint16_t*)x + at;
+        __m512i most = _mm512_setzero_si512();  // magnitudes, as integers in the same order
+        for (int64_t k = 0; k < L.columns; k += 32) {
+            const __mmask32 some = L.columns - k < 32 ? (1u << (L.columns - k)) - 1 : ~0u;
+            most = _mm512_max_epu16(most, _mm512_and_si512(_mm512_maskz_loadu_epi16(some, from + k), _mm512_set1_epi16(0x7fff)));
+        }
+        const __m512i others = _mm512_slli_epi32(most, 16);  // of even columns; those of odd ones lie above
+        const uint32_t largest = _mm512_reduce_max_epu32(_mm512_max_epu32(most, others)) & 0xffff0000;
+        steps[m] = Spans::step_of(_mm_cvtss_f32(_mm_castsi128_ps(_mm_cvtsi32_si128(largest))));
         const __m512 by = _mm512_set1_ps(steps[m]);
         for (int64_t k = 0; k < L.columns; k += 16) {
             const __mmask16 some = L.columns - k < 16 ? (1 << (L.columns - k)) - 1 : 0xffff;
             const __m256i halves = _mm256_maskz_loadu_epi16(some, (const uint16_t*)x + at + k);
             const __m512 v = (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16);
             const __m512i codes = _mm512_cvtps_epi32(_mm512_div_ps(v, by));  // to the nearest, halves to even
-            const __m512i lifted = _mm512_add_epi32(codes, _mm512_set1_epi32(128));
+            const __m512i lifted = _mm512_add_epi32(codes, _mm512_set1_epi32(LIFTED));
             if (BYTES) _mm_storeu_si128((__m128i*)(to + k), _mm512_cvtepi32_epi8(lifted));
             else _mm256_storeu_si256((__m256i*)(to + 2 * k), (__m256i)_mm512_cvtneps_pbh(_mm512_cvtepi32_ps(codes)));
         }

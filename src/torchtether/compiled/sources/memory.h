@@ -18,10 +18,16 @@ template <class T> class Array {
     }
     ~Array() { free(start); }
 
-    void resize(int64_t count, const T& value = T{}) {  // only of an empty one
+    static Array unset(int64_t count) {  // whose elements have no values yet
         const size_t bytes = (count * sizeof(T) + 63) / 64 * 64;
-        start = (T*)aligned_alloc(64, bytes ? bytes : 64);
-        if (!start) throw std::bad_alloc();
+        Array made;
+        made.start = (T*)aligned_alloc(64, bytes ? bytes : 64);
+        if (!made.start) throw std::bad_alloc();
+        return made;
+    }
+
+    void resize(int64_t count, const T& value = T{}) {  // only of an empty one
+        *this = unset(count);
         for (int64_t i = 0; i < count; i++) start[i] = value;
     }
 

@@ -77,7 +77,10 @@ struct Spans {
         F largest{};
         for (int64_t k = 0; k < columns; k += LANES)
             largest = larger(largest, columns - k >= LANES ? get<D>(x, at + k) : get<D>(x, at + k, columns - k));
-        const float step = largest_of(largest) / 127;
+        return step_of(largest_of(largest));
+    }
+    static float step_of(float largest) {
+        const float step = largest / 127;
         if (!(step <= 3e38f)) return NAN;
         return step < 0x1p-126f ? 0x1p-126f : step;
     }

@@ -13,6 +13,7 @@ from ...errors import TrainingWarning
 from ...schemes import same_bits
 from ...torch_private.dispatching import schema_of, tree_map_only, written_by
 from ..dispatch import FOREIGN_WRITES, rule
+from ..products import decoding
 from ..spec import to_base
 from ..weight import Weight
 from .values import overloads
@@ -81,7 +82,7 @@ def _write_in_float32(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *,
         if isinstance(tensor, Weight) and not tensor.scheme.transparent:
             spec, master = tensor.spec, _master(tensor) if id(tensor) in written else None
             dtype = torch.promote_types(spec.dtype if master is None else master.dtype, torch.float32)
-            decoded = tensor.scheme.decode(tensor.parts, spec.base, dtype) if master is None else master
+            decoded = decoding.values(tensor.scheme, tensor.parts, spec.base, dtype) if master is None else master
             made = decoded.to(dtype, copy=decoded is master).permute(spec.order)
         else:
             made = tensor.values_of() if isinstance(tensor, Weight) else tensor

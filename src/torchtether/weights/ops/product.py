@@ -127,16 +127,9 @@ def decoded_linear(op: Any, input: Tensor, weight: Weight, bias: Tensor | None) 
         return rounded_linear(op, input, weight, bias)
     step = rows_at_once(weight)
     if step is None or input.dtype is not weight.dtype or torch.is_autocast_enabled(input.device.type):
-        return plain_linear(op, input, _values_of(weight), bias)
+        return plain_linear(op, input, weight.values_of(), bias)
     with as_plain():
         return chunks.linear(input, bias, weight.shape[0], weight.shape[1], step, decoder(weight))
-
-
-def _values_of(weight: Weight) -> Tensor:
-    """Return ``weight.values_of()``, decoded by a kernel where one takes its scheme."""
-    if is_observed() or weight.kernel_layout is None:
-        return weight.values_of()
-    return decoder(weight)(0, weight.shape[0], None)
 
 
 def rounded_linear(op: Any, x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
@@ -218,5 +211,5 @@ def gradient(x: Tensor, base: Weight) -> Tensor:
     """Return ``x @ base``."""
     step = rows_at_once(base)
     if step is None:
-        return chunks.times(x, _values_of(base)).to(x.dtype)
+        return chunks.times(x, base.values_of()).to(x.dtype)
     return chunks.product(x, base.shape[0], base.shape[1], step, decoder(base))

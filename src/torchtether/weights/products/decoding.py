@@ -49,8 +49,8 @@ def gather(layout: Layout, parts: Sequence[Tensor], dtype: torch.dtype, index: T
 
 
 def values(scheme: Scheme, parts: Mapping[str, Tensor], shape: Shape, dtype: torch.dtype) -> Tensor:
-    """Return the result of ``scheme.decode``, which has loops for the CPU; elsewhere by a kernel, if one fits."""
-    if next(iter(parts.values())).is_cpu or is_observed() or (layout := _rows_of(scheme, tuple(shape))) is None:
+    """Return the result of ``scheme.decode``, by a kernel if one fits."""
+    if is_observed() or (layout := _rows_of(scheme, tuple(shape))) is None:
         return scheme.decode(parts, shape, dtype)
     made = decode(layout, [parts[name] for name in layout.parts], dtype)
     return scheme.decode(parts, shape, dtype) if made is None else made.view(shape)

@@ -74,45 +74,46 @@ TABLE = (
         "compiled",
         ("INT4",),
         False,
-        8,
-        "Xeon, 2 threads, 4, 8 rows: .47, .83, in blocks 8, 16: .70, .67; groups of 32 1.5, 1.4",
+        7,
+        "Xeon, 2 threads, 4, 8 rows: .45, .79, in blocks 8, 16: .74, .73; groups of 32 .42, .80, in blocks .86, .84",
     ),
-    _bf16(True, "compiled", ("INT4",), True, 16, "Xeon, 2 threads, 8, 16 rows: .65, 1.0, in blocks 32, 64: 1.2, 1.1"),
+    _bf16(
+        True,
+        "compiled",
+        ("INT4",),
+        True,
+        10,
+        "Xeon, 2 threads, 8, 12, 16 rows: .60, .81, 1.0, in blocks: .74, .72, .69",
+    ),
     _bf16(
         True,
         "compiled",
         ("INT8", "UINT8"),
         None,
-        8,
-        "Xeon, 2 threads, 4, 8 rows: .52, .86, in blocks 16: .90; inputs rounded: .45, .68, in blocks 16: .7",
+        7,
+        "Xeon, 2 threads, 4, 8, 12 rows: .51, .83, 1.2, in blocks 8, 16: .83, .82; inputs rounded: .50, .66, .84, in"
+        " blocks: .60, .64",
     ),
-    _bf16(True, "compiled", ("TABLE4",), None, 4, "Xeon, 2 threads, 4 rows: .63, in blocks 8: .69"),
-    _bf16(True, "compiled", ("E4M3", "E5M2"), None, 3, "Xeon, 2 threads, 4 rows: fp8 .93, in blocks 8: .82"),
+    _bf16(True, "compiled", ("TABLE4",), None, 4, "Xeon, 2 threads, 4, 8 rows: .62, 1.1, in blocks: .66, .68"),
+    _bf16(True, "compiled", ("E4M3", "E5M2"), None, 3, "Xeon, 2 threads, 4, 8 rows: fp8 .94, 1.6, in blocks: .80, .78"),
     _bf16(
         True,
         "compiled",
         (STREAM,),
         None,
         12,
-        "Xeon, 2 threads, 8, 12 rows: Q4_K .79, 1.1, in blocks 9, 16, 64: 1.6, 1.3, 1.2",
+        "Xeon, 2 threads, 4, 8, 16 rows: Q4_K .43, .79, 1.5, in blocks: 1.65, 1.7, 1.7, 64: 1.3; Q6_K 1.3, 2.1, 3.3,"
+        " in blocks 1.8, 1.9, 1.8, 64: 1.4",
     ),
     _bf16(
         True,
         "blocks",
         KINDS,
-        False,
-        384,
-        "Xeon, 2 threads, batch 16, 64, 256, 512: int8 .90, .84, .99, 1.2, int4 .69, .74, .94, 1.1, fp8 .82, .81, .97,"
-        " 1.1, nf4 .66, .70, .87, 1.2; chunks 1.3 to 1.9, 1.5 to 1.7, 1.3, 1.1",
-    ),
-    _bf16(
-        True,
-        "blocks",
-        KINDS,
-        True,
+        None,
         ANY,
-        "Xeon, 2 threads, batch 16, 64, 256, 512: int8 .6, .6, .6, .75, int4 1.0, .93, 1.2, 1.4; int_mm, int8 1.1, 1.0,"
-        " 1.3, 1.2",
+        "Xeon, 2 threads, batch 16, 64, 256, 512, 1024: int8 .87, .70, .94, .88, 1.07, int4 .72, .62, .86, .81, .98,"
+        " fp8 .81, .67, .96, .85, 1.04, nf4 .66, .62, .86, .85, .98; inputs rounded: int8 .64, .49, .54, .51, .62, int4"
+        " .72, .62, .90, .85, 1.04; chunks, 512: 1.1 to 1.2",
     ),
     # AVX-512 with BF16 and VNNI, without AMX
     _bf16(
