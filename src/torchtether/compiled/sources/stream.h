@@ -13,6 +13,8 @@ template <int A, bool FIRST> inline F value_of(F level, F before, F scale, F uni
                  : rounded_to<A>(rounded_to<A>(level * scale) + after);
 }
 
+#include "few_values.h"
+
 template <int C> inline F level_of(const Layout& L, const uint8_t* p, const Table& table) {
     if constexpr (C == TABLE4) return table(bytes(p));
     else if constexpr (C == TABLE8) {
@@ -107,14 +109,31 @@ struct StreamRow {
         else decode<TABLE8>(L, own, at);
         memset(values + L.columns, 0, (padded(L) - L.columns) * 4);
     }
+
+    // To 16 bits, by few_values.h.
+    template <int D> void decode_to(const Layout& L, const Parts& P, int64_t n, uint16_t* to) {
+#if FAST_ROWS
+        const RowAt at(L, n);
+        parts.fill(L, P, n, at);
+        const uint8_t* own = unpack(L, P, n, at, nullptr, codes);
+        const bool is_first = L.family == BIASED_FIRST;
+        if (L.arithmetic == FLOAT32) decode_few<D, FLOAT32, false>(L, own, at, parts, to);
+        else if (L.arithmetic == BFLOAT16 && is_first) decode_few<D, BFLOAT16, true>(L, own, at, parts, to);
+        else if (L.arithmetic == BFLOAT16) decode_few<D, BFLOAT16, false>(L, own, at, parts, to);
+        else if (is_first) decode_few<D, FLOAT16, true>(L, own, at, parts, to);
+        else decode_few<D, FLOAT16, false>(L, own, at, parts, to);
+#endif
+    }
 };
 
 template <int D> void decode_stream(const Layout& L, const Parts& P, const Rows& rows, void* out) {
     const auto make = [&] { return RowParts::buffer(L, StreamRow::size(L)); };
     over(rows.count, rows.count * L.columns > 32768, make, [&](Buffer& buffer, int64_t i) {
         StreamRow row(L, buffer.data());
-        row.decode(L, P, rows[i], nullptr);
         char* to = (char*)out + i * rows.stride * (D == FLOAT32 ? 4 : 2);
+        if constexpr (D != FLOAT32)
+            if (has_few_values(L)) return row.decode_to<D>(L, P, rows[i], (uint16_t*)to);
+        row.decode(L, P, rows[i], nullptr);
         int64_t k = 0;
         for (; k + 2 * LANES <= L.columns; k += 2 * LANES)
             put_two<D>(load<F>(row.values + k), load<F>(row.values + k + LANES), to, k);

@@ -102,8 +102,8 @@ TABLE = (
         (STREAM,),
         None,
         12,
-        "Xeon, 2 threads, 4, 8, 16 rows: Q4_K .43, .79, 1.5, in blocks: 1.65, 1.7, 1.7, 64: 1.3; Q6_K 1.3, 2.1, 3.3,"
-        " in blocks 1.8, 1.9, 1.8, 64: 1.4",
+        "Xeon, 2 threads, 4, 8, 16 rows: Q4_K .43, .79, 1.5, in blocks: 1.2, 1.2, 1.2, 64: 1.1; Q6_K 1.3, 2.0, 3.3,"
+        " in blocks 1.8, 1.8, 1.8, 64: 1.4",
     ),
     _bf16(
         True,
