@@ -7,10 +7,7 @@
 // The possible values under one number of a row, from the possible levels.
 template <int D, int A, bool FIRST> inline ByteTable few_values(const Layout& L, Sixteen s, const RowParts& parts, int64_t g) {
     const F scale = all(parts.scale[g]), before = all(parts.before[g]), after = all(parts.after[g]), unit = all(L.unit);
-    const auto value = [&](F level) {
-        const F v = value_of<A, FIRST>(level, before, scale, unit, after);
-        return v == v ? v : all(NAN);  // without payload, which rounding could overflow
-    };
+    const auto value = [&](F level) { return value_of<A, FIRST>(level, before, scale, unit, after); };
     return ByteTable::of<D>({value(s.even), value(s.odd)});
 }
 

@@ -9,10 +9,12 @@ template <int A> inline F rounded_to(F x) {  // of numbers, and of NaN without p
     return A == FLOAT16 ? from_half(to_half(x)) : x;
 }
 
+inline F without_payload(F v) { return v == v ? v : all(NAN); }  // a payload could overflow where numbers are rounded
+
 template <int A, int D> void copy_rounded(const void* from, int64_t at, int64_t count, float* to) {
     for (int64_t g = 0; g < count; g += LANES) {
         const F v = g + LANES <= count ? get<D>(from, at + g) : get<D>(from, at + g, count - g);
-        const F r = rounded_to<A>(v == v ? v : all(NAN));
+        const F r = rounded_to<A>(without_payload(v));
         memcpy(to + g, &r, sizeof r);
     }
 }
@@ -34,7 +36,7 @@ template <bool SIGN> void nested_scales(const void* wide, const uint8_t* narrow,
     float several[LANES];
     for (int64_t i = 0, g = 0; i < whole; i += LANES) {
         const int64_t some = whole - i < LANES ? whole - i : LANES;
-        const F v = all(sign) * get<FLOAT16>(wide, i, some);
+        const F v = without_payload(all(sign) * get<FLOAT16>(wide, i, some));
         memcpy(several, &v, sizeof v);
         if (ratio == LANES)
             for (int64_t j = 0; j < some; j++, g += LANES) scaled(narrow + g, all(several[j]), g);
@@ -44,7 +46,7 @@ template <bool SIGN> void nested_scales(const void* wide, const uint8_t* narrow,
     }
     for (int64_t i = whole, g = whole * ratio; g < count; i++) {
         const int64_t end = g + ratio < count ? g + ratio : count;
-        const F by = all(sign * get<FLOAT16>(wide, i, 1)[0]);
+        const F by = all(without_payload(all(sign) * get<FLOAT16>(wide, i, 1))[0]);
         for (; g < end; g += LANES) {
             uint8_t rest[LANES] = {};
             for (int64_t j = 0; j < LANES && g + j < count; j++) rest[j] = narrow[g + j];
