@@ -152,3 +152,22 @@ def test_a_scale_or_bias_that_is_not_finite_stays_in_its_row(scheme, dtype, colu
         assert torch.equal(found[:, others], expected[:, others])
     if not rows:
         pytest.skip("its rows have no scales that can be infinite")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
+@pytest.mark.parametrize(
+    ("rows", "columns", "count"),
+    [(1, 32, 1), (33, 64, 7), (70, 256, 1030), (300, 96, 40), (1100, 1056, 33), (40, 2048, 600)],
+)
+def test_gradients_of_inputs_are_summed_in_float32(scheme, dtype, rows, columns, count):
+    weight = tt.Weight.encode(rand(rows, columns), scheme).to(dtype)
+    values, grown = weight.dequantize().double(), rand(count, rows).to(dtype)
+    for given in (grown, grown.t().contiguous().t(), torch.cat([grown, grown], 1)[:, :rows]):
+        x = rand(count, columns).to(dtype).requires_grad_()
+        F.linear(x, weight).backward(given)
+        expected = given.double() @ values
+        allowed = UNIT[dtype] * expected.abs() + 2.0**-19 * (given.double().abs() @ values.abs())
+        if count >= 512 or dtype is torch.float32:
+            allowed += UNIT[dtype] * expected.abs()  # torch's own product of some pieces
+        assert ((x.grad.double() - expected).abs() <= allowed + 2.0**-40).all()

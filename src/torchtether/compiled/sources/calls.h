@@ -68,6 +68,23 @@ PyObject* try_product(const Layout& L, PyObject* given_x, PyObject* given_bias, 
     return out.release();
 }
 
+// Returns x (M, L.rows) of bfloat16 times the weight, not transposed, as a new tensor (M, L.columns).
+PyObject* try_gradient(const Layout& L, PyObject* given_x, PyObject* const* given, Py_ssize_t count) {
+    Seen x, seen;
+    Parts parts;
+    int64_t cdata;
+    const auto look = [&](Py_ssize_t i, Seen& part) { return part.look(cdata_of(given[i])); };
+    if (!level->gradient || !is_as_it_lies(given_x, &cdata) || !x.look(cdata)) return none();
+    if (!look_at_parts(L, count, parts, look)) return none();
+    if (dtype_of(x.dtype) != BFLOAT16 || x.dim != 2 || x.sizes[1] != L.rows) return none();
+    if (x.strides[1] != 1 && L.rows != 1) return again(Py_NotImplemented);
+    Held out(new_tensor(x.sizes, 1, L.columns, BFLOAT16));
+    if (!out.object) return nullptr;
+    if (!seen.look(cdata_of(out.object))) return none();
+    aside(true, [&] { level->gradient(L, parts, *kernels_of(L), x.at, x.sizes[0], x.strides[0], seen.at); });
+    return out.release();
+}
+
 // Returns the rows from `start` to `stop`, or those in `given_index` (int64 or int32, of any rank) if it is not None. They are
 // written to `given_out`, which may be larger, if it is not None.
 PyObject* try_some_rows(const Layout& L, int64_t dtype, PyObject* given_index, int64_t start, int64_t stop, PyObject* given_out,
@@ -101,6 +118,10 @@ PyObject* try_some_rows(const Layout& L, int64_t dtype, PyObject* given_index, i
 
 PyObject* product(const Layout& L, PyObject* x, PyObject* bias, PyObject* const* given, Py_ssize_t count) {
     return or_memory_error([&] { return try_product(L, x, bias, given, count); });
+}
+
+PyObject* gradient(const Layout& L, PyObject* x, PyObject* const* given, Py_ssize_t count) {
+    return or_memory_error([&] { return try_gradient(L, x, given, count); });
 }
 
 PyObject* some_rows(const Layout& L, int64_t dtype, PyObject* index, int64_t start, int64_t stop, PyObject* out,

@@ -9,6 +9,13 @@ PyObject* enter_linear(PyObject*, PyObject* const* given, Py_ssize_t count) {
     return product(*L, given[1], given[2], given + 3, count - 3);
 }
 
+// (Layout, x, *parts)
+PyObject* enter_gradient(PyObject*, PyObject* const* given, Py_ssize_t count) {
+    const Layout* L = count < 3 ? nullptr : layout_in(given[0]);
+    if (!L) return refuse("gradient(layout, x, *parts)");
+    return gradient(*L, given[1], given + 2, count - 2);
+}
+
 // (Layout, dtype as a number, index or None, start, stop, out or None, *parts)
 PyObject* enter_decode(PyObject*, PyObject* const* given, Py_ssize_t count) {
     const Layout* L = count < 7 ? nullptr : layout_in(given[0]);

@@ -66,6 +66,9 @@ void block_linear(const Layout&, const Parts&, const Kernels&, const void* x, in
 void tile_linear(const Layout&, const Parts&, const Kernels&, const void* x, int64_t rows, int64_t stride,
                  const void* bias, void* out);
 
+// x (rows, L.rows) of bfloat16 times the weight that is not transposed, with AMX.
+void tile_gradient(const Layout&, const Parts&, const Kernels&, const void* x, int64_t rows, int64_t stride, void* out);
+
 // torch_parallel_for; null until the module is bound: until then one thread does everything.
 extern int32_t (*parallel_for)(int64_t begin, int64_t end, int64_t grain, void (*work)(int64_t, int64_t, void*), void* with);
 extern int32_t (*count_threads)(uint32_t*);

@@ -53,20 +53,21 @@ namespace {
 
 struct Level {
     const char* name;
-    decltype(&block_linear) blocks;  // null without the instructions for them
+    decltype(&block_linear) blocks;  // null without the instructions for them, as is `gradient`
+    decltype(&tile_gradient) gradient;
     const encoders* loops;
     const Kernels* kernels[KINDS];
 };
 const Level LEVELS[] = {
 #if WITH_AVX2
 #if WITH_TILES
-    {"avx512_amx", tile_linear, &encoders_avx2, {KINDS_OF(POINT, avx512)}},
+    {"avx512_amx", tile_linear, tile_gradient, &encoders_avx2, {KINDS_OF(POINT, avx512)}},
 #endif
-    {"avx512_bf16", block_linear, &encoders_avx2, {KINDS_OF(POINT, avx512)}},
-    {"avx512_vnni", nullptr, &encoders_avx2, {KINDS_OF(POINT, avx512)}},
-    {"avx2", nullptr, &encoders_avx2, {KINDS_OF(POINT, avx2)}},
+    {"avx512_bf16", block_linear, nullptr, &encoders_avx2, {KINDS_OF(POINT, avx512)}},
+    {"avx512_vnni", nullptr, nullptr, &encoders_avx2, {KINDS_OF(POINT, avx512)}},
+    {"avx2", nullptr, nullptr, &encoders_avx2, {KINDS_OF(POINT, avx2)}},
 #endif
-    {"portable", nullptr, &encoders_portable, {KINDS_OF(POINT, portable)}},
+    {"portable", nullptr, nullptr, &encoders_portable, {KINDS_OF(POINT, portable)}},
 };
 const Level* level = nullptr;
 
@@ -310,6 +311,7 @@ PyMethodDef METHODS[] = {
     METHOD("bind", bind),
     METHOD("linear", enter_linear),
     METHOD("decode", enter_decode),
+    METHOD("gradient", enter_gradient),
     METHOD("set_rows", set_rows),
     METHOD("shortcut_linear", shortcut_linear),
     METHOD("shortcut_gather", shortcut_gather),

@@ -4,11 +4,14 @@
 // As in blocks.h the bytes are values decoded to bfloat16, or codes minus their zero points; these only under one scale for
 // each row, because scaling the sums of 64 bytes takes longer than multiplying twice as many. Here the inputs are
 // interleaved, once for a product. DEPTH bytes of DOWN rows of codes stay in the first-level cache while those of all inputs
-// pass by from the second; DOWN rows are an odd multiple of DEPTH bytes apart, so that they do not evict each other.
+// pass by from the second.
 //
 // tiles.cpp includes this in its own namespace.
 
 constexpr int64_t SIDE = 16, DOWN = 2 * SIDE;  // rows of a tile; rows of codes that are multiplied at once
+
+// The bytes from one of several rows to the next, so that DEPTH bytes of each do not evict each other: an odd multiple of DEPTH.
+inline int64_t apart_for(int64_t bytes) { return (bytes + DEPTH - 1) / DEPTH * DEPTH | DEPTH; }
 
 // The compiler does not know what memory the instructions for tiles read and write.
 inline void settle() { asm volatile("" ::: "memory"); }
@@ -105,7 +108,7 @@ template <int C> struct Panel {
     Array<Line> totals;          // for DOWN rows of codes, and 16 rows of inputs, DOWN lines
 
     Panel(const Layout& L, const Parts& P, const Interleaved<BYTES>& x, int64_t rows, int64_t most)
-        : L(L), P(P), x(x), rows(rows), stride((x.in.bytes + DEPTH - 1) / DEPTH * DEPTH | DEPTH), codes(Array<uint8_t>::unset(most * stride)), scales(BYTES ? most : 0),
+        : L(L), P(P), x(x), rows(rows), stride(apart_for(x.in.bytes)), codes(Array<uint8_t>::unset(most * stride)), scales(BYTES ? most : 0),
           s(buffer_size(L)), z(buffer_size(L)), totals(Array<Line>::unset(most * x.blocks)) {
         for (int64_t r = 0; r < most; r++) memset(&codes[r * stride + x.in.bytes - 64], 0, 64);  // what fills up the last tile
     }

@@ -59,6 +59,20 @@ def linear(layout: Layout, parts: Sequence[Tensor], x: Tensor, bias: Tensor | No
     return made  # type: ignore[no-any-return]
 
 
+def gradient(layout: Layout, parts: Sequence[Tensor], x: Tensor) -> Tensor | None:
+    """Return ``x @ weight`` with values decoded to bfloat16, as a dense weight would have them, and float32 sums.
+
+    x (M, N) bfloat16    result (M, K)
+    """
+    module = _found()
+    if module is None:
+        return None
+    made = module.gradient(layout.bound(), x, *parts)
+    if made is NotImplemented:
+        made = module.gradient(layout.bound(), x.contiguous(), *parts)
+    return made  # type: ignore[no-any-return]
+
+
 def decode(
     layout: Layout, parts: Sequence[Tensor], dtype: torch.dtype, rows: Rows = None, out: Tensor | None = None
 ) -> Tensor | None:
