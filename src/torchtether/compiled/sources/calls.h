@@ -76,7 +76,7 @@ PyObject* try_gradient(const Layout& L, PyObject* given_x, PyObject* const* give
     const auto look = [&](Py_ssize_t i, Seen& part) { return part.look(cdata_of(given[i])); };
     if (!level->gradient || !is_as_it_lies(given_x, &cdata) || !x.look(cdata)) return none();
     if (!look_at_parts(L, count, parts, look)) return none();
-    if (dtype_of(x.dtype) != BFLOAT16 || x.dim != 2 || x.sizes[1] != L.rows) return none();
+    if (dtype_of(x.dtype) != BFLOAT16 || x.dim != 2 || x.sizes[1] != L.rows || !L.rows) return none();
     if (x.strides[1] != 1 && L.rows != 1) return again(Py_NotImplemented);
     Held out(new_tensor(x.sizes, 1, L.columns, BFLOAT16));
     if (!out.object) return nullptr;
