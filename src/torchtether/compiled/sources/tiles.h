@@ -76,7 +76,7 @@ template <bool BYTES> struct Interleaved {
     Array<Line> lines;
 
     Interleaved(const Layout& L, const void* x, int64_t rows, int64_t stride)
-        : in(L, x, rows, stride), blocks((rows + SIDE - 1) / SIDE), step(blocks > 2 ? DEPTH : in.bytes) {
+        : in(L, x, rows, stride), blocks((rows + SIDE - 1) / SIDE), step(blocks > 2 ? even_step(in.bytes) : in.bytes) {
         const int64_t each = in.bytes / 64;
         lines = Array<Line>::unset(blocks * each * SIDE);
         over(blocks * each, blocks * each > 64, [] { return 0; }, [&](int, int64_t i) {
@@ -85,6 +85,11 @@ template <bool BYTES> struct Interleaved {
                 return _mm512_loadu_si512(in.at(first + j < rows ? first + j : rows - 1) + k);
             }, &lines[(at(block, k) + k % step / 64) * SIDE]);
         });
+    }
+    // About DEPTH bytes, so that no rest is left for which reading and writing sums takes longer than multiplying.
+    static int64_t even_step(int64_t bytes) {
+        const int64_t most = bytes < 4 * DEPTH ? DEPTH + 128 : DEPTH, steps = (bytes + most - 1) / most;
+        return ((bytes + steps - 1) / steps + 63) / 64 * 64;
     }
     int64_t until(int64_t k) const { return k + step < in.bytes ? k + step : in.bytes; }  // the end of what lies together
     int64_t at(int64_t block, int64_t k) const {  // the index of the first tile of such bytes
