@@ -1,7 +1,7 @@
 // Decoding codes of up to 4 bits in a stream to 16 bits: the possible values of a group are computed and rounded once, and
 // looked up by their bytes (decode_avx2.h).
 //
-// stream.cpp includes this in its own namespace.
+// stream.h includes this.
 
 #if FAST_ROWS
 // The possible values under one number of a row, from the possible levels.
