@@ -636,9 +636,9 @@ from torchtether.weights.products import cpu
 from torchtether.weights.ops import graph_ops
 torch.set_num_threads(2)
 torch.set_grad_enabled(False)
-small = tt.Weight.encode(torch.randn(8, 2048), SCHEME).to(torch.bfloat16)
+small = tt.Weight.encode(torch.randn(8, 2**14), SCHEME).to(torch.bfloat16)
 wide = tt.Weight.encode(torch.ones(2, 2**24), SCHEME).to(torch.bfloat16)
-x, told = torch.ones(1, 2048).bfloat16(), (list(small.parts.values()), graph_ops.text_of(small.spec))
+x, told = torch.ones(1, 2**14).bfloat16(), (list(small.parts.values()), graph_ops.text_of(small.spec))
 expected, room = F.linear(x.expand(64, -1), small), torch.ones(2, 2**24, dtype=torch.bfloat16)
 torch.ops.torchtether.linear.default(x.expand(64, -1), None, *told)
 cpu.decode(wide.kernel_layout, wide.kernel_layout.pick_from(wide), torch.bfloat16, out=room)  # threads are there
