@@ -5,6 +5,7 @@
 // The codes of 8 rows lie beside each other, column by column, so that columns are taken in the order of their groups at no
 // cost, and a vector holds the sums of rows:
 //     y[8 rows] = sum over groups of scale[8 rows] * (sum over the columns of the group of (code + before)[8 rows] * x)
+// With AVX-512, and up to 64 groups in a row, columns look up the numbers of their groups instead.
 
 constexpr int STACK = 8, VECTORS = STACK / LANES;  // rows of codes that are interleaved
 
@@ -101,11 +102,78 @@ template <int C> void ordered_linear_of(const Layout& L, const Parts& P, const O
     });
 }
 
+#if WIDE_ROWS
+// The numbers of up to 32 groups, or of TWICE as many, looked up for 16 columns.
+template <bool TWICE> struct Looked {
+    __m512 numbers[TWICE ? 4 : 2];
+
+    explicit Looked(const float* p) {  // reads all, also where there are fewer groups
+        for (int i = 0; i < (TWICE ? 4 : 2); i++) numbers[i] = _mm512_loadu_ps(p + 16 * i);
+    }
+    __m512 operator()(__m512i group) const {
+        const __m512 low = _mm512_permutex2var_ps(numbers[0], group, numbers[1]);
+        if constexpr (!TWICE) return low;
+        else return _mm512_mask_blend_ps(_mm512_test_epi32_mask(group, _mm512_set1_epi32(32)), low,
+                                         _mm512_permutex2var_ps(numbers[2], group, numbers[3]));
+    }
+};
+
+// y[m] = a row of codes times row m of x
+template <int C, bool TWICE, int M> void looked_dots(const Layout& L, const uint8_t* codes, const Looked<TWICE>& scale,
+                                                     const Looked<TWICE>& before, const int32_t* groups, const float* x,
+                                                     int64_t padded, float* y) {
+    V sums[M][2] = {};
+    const auto add = [&](int64_t k, __mmask16 some, int a) __attribute__((always_inline)) {
+        const __m512i group = _mm512_maskz_loadu_epi32(some, groups + k);
+        const __m128i c = load<__m128i>(codes + k);
+        const __m512 level = _mm512_cvtepi32_ps(C == INT8 ? _mm512_cvtepi8_epi32(c) : _mm512_cvtepu8_epi32(c));
+        const V value = (V)_mm512_maskz_mul_ps(some, _mm512_add_ps(level, before(group)), scale(group));
+#pragma GCC unroll 4
+        for (int m = 0; m < M; m++) sums[m][a] = fma(value, load<V>(x + m * padded + k), sums[m][a]);
+    };
+    int64_t k = 0;
+    for (; k + 32 <= L.columns; k += 32) add(k, 0xffff, 0), add(k + 16, 0xffff, 1);
+    for (; k < L.columns; k += 16) add(k, L.columns - k < 16 ? (1 << (L.columns - k)) - 1 : 0xffff, 0);
+    for (int m = 0; m < M; m++) y[m] = sum(sums[m][0] + sums[m][1]) * L.unit;
+}
+
+// Row by row, each column with the scale of its group.
+template <int C, bool TWICE> void looked_linear(const Layout& L, const Parts& P, const float* x, int64_t rows, int dtype,
+                                                const void* bias, void* out) {
+    const auto make = [&] { return RowParts::buffer(L, StreamRow::size(L)); };
+    over(L.rows, rows * L.rows * L.columns > 65536, make, [&](Buffer& buffer, int64_t n) {
+        const StreamRow row(L, buffer.data());
+        const RowAt at(L, n);
+        RowParts(row.parts).fill(L, P, n, at);
+        const uint8_t* codes = StreamRow::unpack(L, P, n, at, nullptr, row.codes);
+        const Looked<TWICE> scale(row.parts.scale), before(row.parts.before);
+        const int32_t* groups = (const int32_t*)P.extra;
+        const int64_t padded = StreamRow::padded(L);
+        float y[3 + LANES];
+        for (int64_t m = 0, some; m < rows; m += some) {
+            some = rows - m >= 4 ? 4 : rows - m >= 2 ? 2 : 1;
+            const float* from = x + m * padded;
+            if (some == 4) looked_dots<C, TWICE, 4>(L, codes, scale, before, groups, from, padded, y);
+            else if (some == 2) looked_dots<C, TWICE, 2>(L, codes, scale, before, groups, from, padded, y);
+            else looked_dots<C, TWICE, 1>(L, codes, scale, before, groups, from, padded, y);
+            for (int64_t i = 0; i < some; i++) put_some(dtype, y + i, 1, bias, n, out, (m + i) * L.rows + n);
+        }
+    });
+}
+#endif
+
 void ordered_linear(const Layout& L, const Parts& P, const void* x, int64_t rows, int64_t stride, int dtype, const void* bias,
                     void* out) {
-    const Order order(L, P);
     const int64_t padded = StreamRow::padded(L);
     const Buffer floats = as_floats(L, x, rows, stride, dtype);
+#if WIDE_ROWS
+    if (L.groups <= 64) {
+        const auto by_row = L.source == INT8 ? (L.groups <= 32 ? looked_linear<INT8, false> : looked_linear<INT8, true>)
+                                             : (L.groups <= 32 ? looked_linear<UINT8, false> : looked_linear<UINT8, true>);
+        return by_row(L, P, floats.data(), rows, dtype, bias, out);
+    }
+#endif
+    const Order order(L, P);
     Buffer sorted(rows * L.columns);
     for (int64_t m = 0; m < rows; m++)
         for (int64_t k = 0; k < L.columns; k++) sorted[m * L.columns + k] = floats[m * padded + order.columns[k]];
