@@ -255,6 +255,21 @@ def test_decoded_rows_have_the_bits_of_the_scheme(row, shape):
             assert (room[-1] == 7).all()
 
 
+SHAPES = {1: (192,), 2: (5, 96), 3: (3, 16, 64)}
+
+
+@pytest.mark.parametrize("row", [row for row in SCHEMES if not row.scheme.transparent], ids=lambda row: row.id)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
+def test_dequantizing_gives_the_bits_of_the_scheme_in_any_shape(row, dtype):
+    """Of 1 to 3 dimensions, whatever kernel decodes; other tests take these values as what is meant."""
+    for rank in row.ranks:
+        weight = tt.Weight.encode(rand(*SHAPES[rank]), row.scheme).to(dtype)
+        expected = row.scheme.decode(weight.parts, SHAPES[rank], dtype)
+        assert torch.equal(weight.dequantize(), expected)
+        order = tuple(reversed(range(rank)))
+        assert torch.equal(weight.permute(order).dequantize(), expected.permute(order))
+
+
 EXTREME = (
     1.0,
     1 + 2.0**-8,
