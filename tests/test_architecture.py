@@ -41,6 +41,7 @@ THIRD_PARTY = {"torch", "safetensors", "numpy", "tqdm"}
 NEEDED_ELSEWHERE = {
     "compiled/setup_build.py": {"setuptools"},
     "gpu/decoding_kernels.py": {"triton"},
+    "gpu/tile_kernels.py": {"triton"},
     "testing/strategies.py": {"hypothesis"},
     "files/hub.py": {"huggingface_hub"},
     "gpu/encoding_kernels.py": {"triton"},

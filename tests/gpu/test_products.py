@@ -14,7 +14,7 @@ from tests.catalog import FEW, SCHEMES
 from torchtether.weights.ops.graph_ops import text_of
 
 ROWS = (1, 2, 8, 16, 17, 64)
-SHAPES = ((32, 64), (128, 256), (17, 512))
+SHAPES = ((32, 64), (128, 256), (17, 1100))
 FACTOR = {torch.float32: 32, torch.bfloat16: 4, torch.float16: 4}
 """Roundings of ``sum(|x| |w|)`` that a product may be off: float32 adds in some order, the others round once more."""
 

@@ -14,7 +14,7 @@ from tests.fake_cuda import CopyError, NoCopies, fake_cuda
 from torchtether import compiled
 from torchtether.schemes.bits import table_of
 from torchtether.weights.ops import grouped, product
-from torchtether.weights.products import chunks, fitting, int8pack, int_mm, rounding, scaled_mm
+from torchtether.weights.products import chunks, cpu, fitting, int8pack, int_mm, rounding, scaled_mm
 from torchtether.weights.products.layout import layout_of
 from torchtether.weights.products.table import kernels_for
 
@@ -477,15 +477,14 @@ def test_small_floats_with_small_floats(scheme, to, shape, rows, monkeypatch):
 def test_small_floats_on_generations_that_have_them(scheme, to, monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.__config__, "show", lambda: "USE_MSLK=ON")
-    columns = 128 if to == "mxfp4" else 256  # of more, torch 2.13 counts half of the scales when they are fake
     with fake_cuda(), NoCopies():
-        weight, bias = on_cuda(scheme, (48, columns), activations=to), empty(48)
+        weight, bias = on_cuda(scheme, (48, COLUMNS), activations=to), empty(48)
         layout, wanted = weight.kernel_layout, ((2, 17, 48), torch.bfloat16, "cuda:0")
         for able in ((8, 9), (9, 0), (10, 0), (12, 0)):
             monkeypatch.setattr(fitting, "capability", lambda device, able=able: able)
-            x = empty(2, 17, columns)
+            x = empty(2, 17, COLUMNS)
             made = scaled_mm.linear(layout, layout.pick_from(weight), x, bias)
-            assert (made is not None) is (able == (10, 0) or (able > (10, 0) and to != "mxfp4"))
+            assert (made is not None) is (able >= (10, 0) and to != "mxfp4")  # torch counts half of its fake scales
             assert made is None or facts(made) == wanted
             assert facts(F.linear(x, weight, bias)) == wanted
             assert facts(F.linear(x[:1, :1], weight)) == ((1, 1, 48), torch.bfloat16, "cuda:0")
@@ -599,6 +598,21 @@ def test_experts_in_use_are_found_without_waiting(row, counts, limit, dtype, mon
         assert made.dtype is dtype
         assert is_near(made[:total], wanted, 2.0**-6 if dtype is torch.bfloat16 else 1e-5)
         assert not made[total:].any()
+
+
+@each_stack
+def test_a_stack_is_one_matrix_for_kernels_where_its_blocks_allow(row):
+    """The kernel of experts reads the parts of the stack as they are, also of its transpose."""
+    stack = weight_of(row.scheme, (4, 16, COLUMNS))
+    layout = grouped.layout_of_stack(stack.scheme.decoder, stack.spec.base)
+    if layout is None:
+        matrix = grouped.matrix_of(stack)
+        assert isinstance(row.scheme, tt.ColumnScaled) or matrix is None or matrix.kernel_layout is None
+        return
+    parts = layout.pick_from(stack.transpose(1, 2))
+    assert all(a.data_ptr() == b.data_ptr() for a, b in zip(parts, layout.pick_from(stack), strict=True))
+    made = cpu.decode(layout, parts, torch.float32)
+    assert made is None or torch.equal(made.view(stack.shape), stack.dequantize())
 
 
 def test_the_cpu_has_the_kernels_that_it_had():

@@ -247,6 +247,27 @@ def test_products_that_do_not_fit_are_left(takes_cpu):
     assert not answers(weight, zeros(1, 256))[0]
 
 
+def test_rows_of_experts_that_do_not_fit_are_left(takes_cpu):
+    weight = weight_of(tt.int8())
+    layout = weight.kernel_layout
+    parts = layout.pick_from(weight)
+
+    def made(x, ends):
+        return gpu.linear_of_each(layout, parts, x, ends)
+
+    x, ends = torch.zeros(5, 256).bfloat16(), torch.tensor([0, 2, 5], dtype=torch.int32)
+    assert made(x, ends).shape == (5, 8)
+    assert made(x.t().contiguous().t(), ends[::2]).shape == (5, 12)
+    for wrong in (x[0], x[:0], x[:, :255], x.double(), x.view(1, 5, 256)):
+        assert made(wrong, ends) is None
+    for wrong in (ends.long(), ends[:0], ends.repeat(3)[:5], ends.view(1, 3)):
+        assert made(x, wrong) is None
+    few_bits = weight_of(tt.Affine(bits=3))
+    layout = few_bits.kernel_layout
+    parts = layout.pick_from(few_bits)
+    assert made(x, ends) is None
+
+
 def test_rows_that_do_not_fit_are_left(takes_cpu):
     weight, x = weight_of(tt.int8()), torch.zeros(1, 256).bfloat16()
     assert answers(weight, x, dtype=torch.float64)[1:] == [False, False]

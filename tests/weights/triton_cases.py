@@ -26,6 +26,7 @@ from torchtether.weights.products.layout import layout_of
 
 F = torch.nn.functional
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+INFINITE = float("inf")
 SHAPES = [(1, 1), (3, 7), (5, 100), (17, 64), (18, 33), (20, 200), (33, 384), (6, 1030)]
 ORDERED = [
     SchemeRow("int4-ordered", tt.Affine(bits=4, symmetric=False, block=(1, 16), act_order=True)),
@@ -50,12 +51,12 @@ ROWS = [
 
 
 def interpret_rightly():
-    """Let the interpreter have bfloat16 as GPUs do: it cuts off where they round, and multiplies bits for numbers."""
+    """Let the interpreter have bfloat16 as GPUs do: it cuts off where they round, and computes with the bits."""
     import numpy as np
     import triton.language as tl
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
-    cast, dot = InterpreterBuilder.cast_impl, InterpreterBuilder.create_dot
+    cast, dot, sub = InterpreterBuilder.cast_impl, InterpreterBuilder.create_dot, InterpreterBuilder.create_fsub
 
     def cast_impl(self, src, dst_type):
         pair = (src.dtype.scalar, dst_type.scalar)
@@ -70,7 +71,17 @@ def interpret_rightly():
         wide = [cast_impl(self, x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b)]
         return dot(self, *wide, *args)
 
+    def create_fsub(self, a, b):
+        if a.dtype.scalar != tl.bfloat16:
+            return sub(self, a, b)
+        made = sub(self, *(cast_impl(self, x, tl.float32) for x in (a, b)))
+        return cast_impl(self, TensorHandle(made.data, tl.float32), tl.bfloat16)
+
+    def get_bf16(self, value):
+        return cast_impl(self, TensorHandle(np.array([value], np.float32), tl.float32), tl.bfloat16)
+
     InterpreterBuilder.cast_impl, InterpreterBuilder.create_dot = cast_impl, create_dot
+    InterpreterBuilder.create_fsub, InterpreterBuilder.get_bf16 = create_fsub, get_bf16
 
 
 def encoded(values, scheme):
@@ -132,11 +143,41 @@ def wrong_product(weight, count, dtype, kind, generator):
     what = f"linear {dtype} {kind} {tuple(x.shape)} {'bias' if bias is not None else ''}"
     if got is None or got.shape != expected.shape or got.dtype != dtype:
         return f"{what}: {None if got is None else tuple(got.shape)}"
-    wide = x.double().abs()
-    allowed = EPS[dtype] * (F.linear(wide, values.abs()) + expected.abs()) + 1e-6
-    allowed = allowed + F.linear(wide, (unrounded(weight) - values).abs())
-    error = float(((got.double() - expected).abs() / allowed).nan_to_num(float("inf")).max())
+    error = float(((got.double() - expected).abs() / allowed(expected, x, values, weight)).nan_to_num(INFINITE).max())
     return None if error <= 1 else f"{what}: {error}"
+
+
+def allowed(expected, x, values, weight):
+    """By how much the product ``expected`` of ``x`` with ``values`` may be off."""
+    wide = x.double().abs()
+    rounding = EPS[x.dtype] * (F.linear(wide, values.abs()) + expected.abs()) + 1e-6
+    return rounding + F.linear(wide, (unrounded(weight) - values).abs())
+
+
+def wrong_product_of_each(weight, dtype, generator):
+    """Rows of inputs by matrices of their own: the weight as a stack of some, in whose groups there may be no row."""
+    layout, weight = weight.kernel_layout, weight.to(dtype)
+    rows, columns = weight.shape
+    matrices = pick(generator, [count for count in range(1, rows + 1) if rows % count == 0])
+    kind = pick(generator, ("plain", "turned", "every other", "expanded"))
+    x = inputs(generator, pick(generator, (1, 5, 16)), columns, dtype, kind)
+    ends = torch.randint(0, x.shape[0] + 1, (matrices,), generator=generator).sort().values.int()
+    got = gpu.linear_of_each(layout, layout.pick_from(weight), x, ends)
+    what = f"each {dtype} {kind} {tuple(x.shape)} {ends.tolist()}"
+    if got is None:
+        return what if decoding.tile_of_one(gpu._known(layout).form, rows // matrices, columns) else None
+    values = weight.to(torch.float32).dequantize().double()
+    whole = F.linear(x.double(), values)
+    zeros = torch.zeros(x.shape[0], rows // matrices, dtype=torch.float64)
+    group = (ends <= torch.arange(x.shape[0]).unsqueeze(1)).sum(1, keepdim=True).unsqueeze(2)
+    expected, room = (
+        torch.cat([one.view(x.shape[0], matrices, -1), zeros.unsqueeze(1)], 1).take_along_dim(group, 1).squeeze(1)
+        for one in (whole, allowed(whole, x, values, weight))
+    )
+    if got.shape != expected.shape or got.dtype != dtype:
+        return f"{what}: {tuple(got.shape)}"
+    is_right = ((got.double() - expected).abs() <= room).all()
+    return None if bool(is_right) else what
 
 
 def interpret(seed):
@@ -157,7 +198,19 @@ def interpret(seed):
         count = (1, 3, 16)[number // 3 % 3]
         kind = pick(generator, [kind for kind in KINDS if "cube" not in kind or count < 9])
         found.append(wrong_product(weight, count, DTYPES[number % 3], kind, generator))
+        found.append(wrong_product_of_each(weight, DTYPES[number % 3], generator))
         wrong += [f"{row.id} {rows}x{columns}: {what}" for what in found if what]
+    return wrong + wrong_levels(seed)
+
+
+def wrong_levels(seed):
+    """Products whose sums are scaled, of rows that end within a tile, in every dtype of inputs."""
+    generator, wrong = torch.Generator().manual_seed(seed), []
+    for scheme in (tt.int4(), tt.int4(32, symmetric=True), tt.int4(256), tt.int8(), tt.fp8(), tt.mxfp8()):
+        weight = encoded(torch.randn(18, 1096, generator=generator), scheme)
+        for dtype, count in ((torch.bfloat16, 3), (torch.bfloat16, 16), (torch.float16, 8), (torch.float32, 2)):
+            what = wrong_product(weight, count, dtype, "plain", generator)
+            wrong += [f"{scheme} {count} rows: {what}"] if what else []
     return wrong
 
 
@@ -217,6 +270,7 @@ def compile_all(capability, ids):
             gpu.gather(layout, parts, dtype, torch.arange(3))
             for count in (1, 16):
                 gpu.linear(layout, parts, torch.zeros(count, 4096, dtype=dtype), torch.zeros(32, dtype=dtype))
+            gpu.linear_of_each(layout, parts, torch.zeros(3, 4096, dtype=dtype), torch.tensor([1, 3]).int())
             for columns in (16, 64, 256):
                 try:
                     narrow = encoded(torch.randn(9000, columns), row.scheme)

@@ -15,6 +15,10 @@ from .serving import on
 MOST_ROWS = 16
 """The most rows of inputs that one product takes."""
 
+FEWER_ROWS = 8
+"""The most rows for which products whose sums are scaled have a kernel of their own: on an H100 0.8 to 0.95 of the time
+of that for ``MOST_ROWS``; others take 1.15 of it."""
+
 DECODED = (16, 256, 4)
 """Rows and columns of codes that a program decodes at once, and its warps."""
 
@@ -31,9 +35,12 @@ OTHER_ROW = (4, 1024, 4)
 FEW_ROWS = {"": (16, 512, 4), "many of 8 bits": (32, 512, 4), "many of a table": (32, 128, 2)}
 """Rows and columns of codes and warps of a program in a product of up to ``MOST_ROWS`` rows of inputs.
 
-All were the fastest, or nearly, on an H100, for 4096 x 4096, 4096 x 11008, 8192 x 28672 and 28672 x 8192 numbers;
+All were the fastest, or within 0.15 of it, on an H100, for 4096 x 4096 and 28672 x 8192 numbers;
 ``python -m tests.gpu --only tiles`` tries others.
 """
+
+MOST_SUMS = 64
+"""The most parts times rows of a tile, for each warp, with sums of their own: a part takes half a register a row."""
 
 MAGIC = 0x4B000000
 """The bits of 2.0**23, an argument of the kernels: of a constant, the compiler would make one more instruction."""
@@ -94,7 +101,7 @@ def multiply(codes: Codes, x: Tensor, bias: Tensor | None, out: Tensor) -> None:
     if not out.numel():
         return
     form, columns = codes.form, codes.columns
-    in_words = form.bits == 4 and form.group % 8 == 0 and _is_simple(form) and _has_words(codes)
+    in_words = _is_in_words(codes)
     with on(out):
         if count == 1 and (one := tile_of_one(form, rows, columns)):
             high, wide, parts, warps = one
@@ -102,7 +109,7 @@ def multiply(codes: Codes, x: Tensor, bias: Tensor | None, out: Tensor) -> None:
                 out, x, bias, rows, *codes.arguments, MAGIC, form, high, wide, parts, in_words, num_warps=warps
             )
             return
-        high, wide, parts, warps = tile_of_few(form, rows, columns, count)
+        high, wide, parts, warps, is_after = tile_of_few(form, rows, columns, count)
         across = _groups_in(form, wide)
         _kernels().multiply_rows[(-(-rows // high),)](
             out,
@@ -114,27 +121,63 @@ def multiply(codes: Codes, x: Tensor, bias: Tensor | None, out: Tensor) -> None:
             *codes.arguments,
             MAGIC,
             form,
-            1 if count == 1 else MOST_ROWS,
+            1 if count == 1 else FEWER_ROWS if is_after and count <= FEWER_ROWS else MOST_ROWS,
             high,
             wide,
             across,
             in_words and across * 8 <= wide >= 128,
             parts,
             columns % wide == 0,
+            is_after,
             num_warps=warps,
         )
+
+
+def multiply_each(codes: Codes, x: Tensor, ends: Tensor, out: Tensor) -> bool:
+    """Write the product of each row of ``x`` with the matrix of its group; return whether the format allows it.
+
+        x (M, K) float32, bfloat16 or float16, columns contiguous    ends (G,) int32: the first row after each group
+        out (M, N) of the dtype of ``x``, contiguous, 0 after the last group    codes of G * N rows
+
+    Each row of inputs reads its matrix. None of the sizes depends on the groups.
+    """
+    count, rows = out.shape
+    tile = tile_of_one(codes.form, rows, codes.columns)
+    if tile is None or not 0 < count < 1 << 16 or not rows:  # CUDA starts no more programs along a second axis
+        return False
+    high, wide, parts, warps = tile
+    with on(out):
+        _kernels().multiply_each[(-(-rows // high), count)](
+            out,
+            x,
+            ends,
+            x.stride(0),
+            rows,
+            ends.shape[0],
+            *codes.arguments,
+            MAGIC,
+            codes.form,
+            high,
+            wide,
+            parts,
+            _is_in_words(codes),
+            1 << (ends.shape[0] - 1).bit_length(),
+            num_warps=warps,
+        )
+    return True
 
 
 def _is_simple(form: CodeFormat) -> bool:
     return form.family == "simple" and not form.is_flat
 
 
-def _has_words(codes: Codes) -> bool:
-    """Return whether rows of codes consist of aligned words of 4 bytes."""
-    first, row_bytes = codes.arguments[0], codes.arguments[6]
+def _is_in_words(codes: Codes) -> bool:
+    """Return whether rows of codes consist of aligned words of 8 codes, each in one group."""
+    form, first, row_bytes = codes.form, codes.arguments[0], codes.arguments[6]
     assert isinstance(first, Tensor)
     assert isinstance(row_bytes, int)
-    return row_bytes % 4 == 0 and first.data_ptr() % 4 == 0
+    is_fit = form.bits == 4 and form.group % 8 == 0 and _is_simple(form)
+    return is_fit and row_bytes % 4 == 0 and first.data_ptr() % 4 == 0
 
 
 @lru_cache(maxsize=4096)
@@ -155,21 +198,28 @@ def tile_of_one(form: CodeFormat, rows: int, columns: int) -> tuple[int, int, in
 
 
 @lru_cache(maxsize=4096)
-def tile_of_few(form: CodeFormat, rows: int, columns: int, count: int) -> tuple[int, int, int, int]:
+def tile_of_few(form: CodeFormat, rows: int, columns: int, count: int) -> tuple[int, int, int, int, bool]:
     """Return the tile of ``multiply_rows``: rows, columns, parts of the columns with sums of their own, and warps.
 
-    A part has at least 128 bits of each row: Triton's product lets each of four threads read 32 bits of it, as it sees
-    through what unpacks the codes, and of fewer counts some twice.
+    The last item tells whether sums are scaled, not values: each part is in one group then, and has a row of its own
+    of the product. A part has at least 128 bits of each row: Triton's product lets each of four threads read 32 bits
+    of it, as it sees through what unpacks the codes, and of fewer counts some twice.
     """
     if count == 1:
         high, most, warps = OTHER_ROW
-        return high, max(16, min(most, 1 << (columns - 1).bit_length())), 1, warps
+        return high, max(16, min(most, 1 << (columns - 1).bit_length())), 1, warps, False
     kind = "many of a table" if form.source == "table" else "many of 8 bits" if form.bits == 8 else ""
     high, most, warps = FEW_ROWS[kind if rows >= MANY else ""]
     least = 128 // form.bits if 8 % form.bits == 0 else 16
     wide = max(least, min(most, 1 << (columns - 1).bit_length()))
-    parts = min(warps, wide // least)
-    return high, wide, parts, parts
+    warps = parts = min(warps, wide // least)
+    if not _is_simple(form) or form.source == "table":
+        return high, wide, parts, warps, False
+    if form.group % (wide // parts) == 0:
+        return high, wide, parts, warps, True
+    each = wide // form.group
+    is_after = form.group >= least and wide % form.group == 0 and each % parts == 0 and each * high <= MOST_SUMS * warps
+    return high, wide, each if is_after else parts, warps, is_after
 
 
 @cache

@@ -1,8 +1,6 @@
-"""Triton kernels that decode tiles of a weight; ``CodeFormat`` specializes them for each scheme.
+"""Triton kernels that decode rows of a weight, or multiply by it without writing decoded values.
 
-A product of few rows decodes tiles to registers and never writes them. Decoding takes the steps of ``schemes`` in their
-order, in float32, so it must be launched with ``enable_fp_fusion=False``: a fused multiply and add rounds once where
-``schemes`` rounds twice.
+Products decode tiles to registers. Decoding must be launched with ``enable_fp_fusion=False``: see ``tile_kernels``.
 """
 # Triton would take annotations of arguments as types to compile for.
 # mypy: ignore-errors
@@ -12,226 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .code_format import WHOLE as _WHOLE
-
-WHOLE = tl.constexpr(_WHOLE)
-
-
-@triton.jit
-def _table(VALUES: tl.constexpr, SIZE: tl.constexpr):
-    """Return the numbers whose bits are ``VALUES``: (SIZE,), a power of two; missing ones are 0."""
-    place = tl.arange(0, SIZE)
-    made = tl.zeros((SIZE,), tl.int32)
-    for i in tl.static_range(len(VALUES)):
-        made = tl.where(place == i, VALUES[i], made)
-    return made.to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _look_up(table, codes):
-    """Return ``table[codes]`` of a tile of codes."""
-    found = tl.gather(table, tl.reshape(codes.to(tl.int32), (codes.numel,)), 0)
-    return tl.reshape(found, codes.shape)
-
-
-@triton.jit
-def _from_e4m3(codes):
-    """Return the numbers of e4m3 bytes: as a float32 with a smaller exponent, times a power of two; every GPU can."""
-    byte = codes.to(tl.int32)
-    bits = (byte << 24) >> 4 & -0x78100000  # the sign, 4 bits of exponent, 3 of mantissa
-    small = bits.to(tl.float32, bitcast=True)
-    return tl.where((byte & 0x7F) == 0x7F, float("nan"), small * 1.329227995784916e36)  # 2**120
-
-
-@triton.jit
-def _rounded(x, DTYPE: tl.constexpr):
-    """Return ``x`` rounded to ``DTYPE``, as float32."""
-    if DTYPE == "bfloat16":
-        x = x.to(tl.bfloat16).to(tl.float32)
-    if DTYPE == "float16":
-        x = x.to(tl.float16).to(tl.float32)
-    return x
-
-
-@triton.jit
-def _codes(codes, n, is_row, k, columns, row_bytes, FORMAT: tl.constexpr, K: tl.constexpr):
-    """Return the codes of the rows ``n`` (N,) at the columns ``k`` to ``k + K``: (N, K)."""
-    BITS: tl.constexpr = FORMAT.bits
-    if 8 % BITS == 0 and not FORMAT.is_flat:
-        EACH: tl.constexpr = 8 // BITS
-        at = k // EACH + tl.arange(0, K // EACH)
-        mask = is_row[:, None] & (at < row_bytes)[None, :]
-        made = tl.load(codes + n[:, None] * row_bytes + at[None, :], mask, other=0)
-        if BITS <= 4:  # halves of bytes, then halves of these, the lower one first
-            made = tl.interleave(made & 15, made >> 4)
-        if BITS <= 2:
-            made = tl.interleave(made & 3, made >> 2)
-        if BITS == 1:
-            made = tl.interleave(made & 1, made >> 1)
-    else:
-        column = k + tl.arange(0, K)
-        mask = is_row[:, None] & (column < columns)[None, :]
-        if FORMAT.is_flat:
-            bit = (n[:, None] * columns + column[None, :]) * BITS
-        else:
-            bit = n[:, None] * row_bytes * 8 + (column * BITS)[None, :]
-        shift, at = (bit & 7).to(tl.int32), codes + (bit >> 3)
-        made = tl.load(at, mask, other=0).to(tl.int32)
-        if 8 % BITS != 0:  # some codes end in the next byte
-            made = made | tl.load(at + 1, mask & (shift + BITS > 8), other=0).to(tl.int32) << 8
-        made = made >> shift & ((1 << BITS) - 1)
-    return made
-
-
-@triton.jit
-def _levels(codes, FORMAT: tl.constexpr):
-    if FORMAT.source == "table":
-        made = _look_up(_table(FORMAT.table, 1 << FORMAT.bits), codes)
-    elif FORMAT.source == "e4m3":
-        made = _from_e4m3(codes)
-    elif FORMAT.source == "e5m2":  # the upper byte of a float16
-        made = (codes.to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(tl.float32)
-    else:
-        made = codes.to(tl.float32)
-    return made
-
-
-@triton.jit
-def _nibble(words, less, magic, AT: tl.constexpr, FORMAT: tl.constexpr):
-    """Return the 4 bits of each word from bit ``AT`` on; if they are integers, as floats, minus ``less``.
-
-    An integer becomes a float as the lowest bits of 2**23 + 2**AT * it: a conversion takes twice as long.
-    """
-    if FORMAT.source == "table":
-        made = words >> AT & 15
-    else:
-        made = (words & (15 << AT) | magic).to(tl.float32, bitcast=True)
-        made = made * (1.0 / (1 << AT)) - (8388608.0 / (1 << AT) + less)  # every step is exact
-    return made
-
-
-@triton.jit
-def _nibbles(words, less, magic, FORMAT: tl.constexpr):
-    """Return the levels of the 8 codes of each word, minus ``less``: (N, 8 W) from (N, W)."""
-    high = words >> 16
-    even = tl.interleave(
-        tl.interleave(_nibble(words, less, magic, 0, FORMAT), _nibble(high, less, magic, 0, FORMAT)),
-        tl.interleave(_nibble(words, less, magic, 8, FORMAT), _nibble(high, less, magic, 8, FORMAT)),
-    )
-    odd = tl.interleave(
-        tl.interleave(_nibble(words, less, magic, 4, FORMAT), _nibble(high, less, magic, 4, FORMAT)),
-        tl.interleave(_nibble(words, less, magic, 12, FORMAT), _nibble(high, less, magic, 12, FORMAT)),
-    )
-    made = tl.interleave(even, odd)
-    if FORMAT.source == "table":
-        made = _look_up(_table(FORMAT.table, 16), made)
-    return made
-
-
-@triton.jit
-def _steps(
-    codes, zero, n, is_row, at, mask, k, columns, row_bytes, magic,
-    FORMAT: tl.constexpr, N: tl.constexpr, K: tl.constexpr, S: tl.constexpr, IN_WORDS: tl.constexpr,
-):  # fmt: skip
-    """Return the levels of the rows ``n`` at the columns ``k`` to ``k + K``, minus zero points and offset: (N, K).
-
-    ``at`` (N, S) are the indices of the zero points.
-    """
-    less = FORMAT.offset
-    if zero is not None:
-        less = tl.load(zero + at, mask, other=0).to(tl.float32) + FORMAT.offset
-    if IN_WORDS:
-        word = k // 8 + tl.arange(0, K // 8)
-        is_word = is_row[:, None] & (word < row_bytes // 4)[None, :]
-        words = codes.to(tl.pointer_type(tl.int32)) + n[:, None] * (row_bytes // 4) + word[None, :]
-        if zero is not None:
-            less = _spread(less, N, K // 8, S)
-        made = _nibbles(tl.load(words, is_word, other=0), less, magic, FORMAT)
-    else:
-        made = _levels(_codes(codes, n, is_row, k, columns, row_bytes, FORMAT, K), FORMAT)
-        if zero is not None:
-            made = made - _spread(less, N, K, S)
-        elif FORMAT.offset != 0.0:
-            made = made - FORMAT.offset
-    return made
-
-
-@triton.jit
-def _scales(scale, extra, offset, at, mask, FORMAT: tl.constexpr):
-    """Return the scales at the indices ``at``, float32."""
-    made = tl.load(scale + at, mask, other=0)
-    if FORMAT.scale == "e8m0":
-        bits = tl.where(made == 0, 0x400000, made.to(tl.int32) << 23)
-        made = tl.where(made == 255, float("nan"), bits.to(tl.float32, bitcast=True))
-    elif FORMAT.scale == "e4m3":
-        made = _from_e4m3(made)
-    elif FORMAT.scale == "nested":
-        made = _look_up(_table(FORMAT.dynamic, 256), made)
-        made = made * tl.load(extra + at // FORMAT.nested, mask, other=0) + tl.load(offset)
-    else:
-        made = made.to(tl.float32)
-    if FORMAT.global_scale == "multiplies":
-        made = made * tl.load(extra)
-    if FORMAT.global_scale == "divides":
-        made = tl.div_rn(made, tl.load(extra))  # a plain division is not rounded correctly
-    return made
-
-
-@triton.jit
-def _spread(values, N: tl.constexpr, K: tl.constexpr, S: tl.constexpr):
-    """Return the columns of ``values`` (N, S) repeated to the ``K`` columns of a tile; a single one can broadcast."""
-    if S > 1 and S < K:
-        values = tl.reshape(tl.broadcast_to(values[:, :, None], (N, S, K // S)), (N, K))
-    return values
-
-
-@triton.jit
-def _values(
-    codes, scale, zero, extra, offset, n, is_row, k, columns, row_bytes, groups, height, magic,
-    FORMAT: tl.constexpr, N: tl.constexpr, K: tl.constexpr, S: tl.constexpr, IN_WORDS: tl.constexpr,
-):  # fmt: skip
-    """Return the values of the rows ``n`` (N,) at the columns ``k`` to ``k + K``: (N, K) float32.
-
-    ``S`` is the number of groups of columns in a tile: 1, several of equal width, or K if their widths differ.
-    ``IN_WORDS``: a row consists of aligned words of 8 codes, each in one group.
-    """
-    column = k + tl.arange(0, S) * (K // S)
-    is_column = column < columns
-    mask = is_row[:, None] & is_column[None, :]
-    if FORMAT.is_flat:
-        at = (n[:, None] * columns + column[None, :]) // FORMAT.group
-    elif FORMAT.family == "ordered":
-        at = (n // height * groups)[:, None] + tl.load(extra + column, is_column, other=0)[None, :]
-    else:
-        at = (n // height * groups)[:, None] + (column // FORMAT.group)[None, :]
-    if FORMAT.family == "super" or FORMAT.family == "biased" or FORMAT.family == "biased_first":
-        x = _levels(_codes(codes, n, is_row, k, columns, row_bytes, FORMAT, K), FORMAT)
-    if FORMAT.family == "super":
-        supers = tl.cdiv(groups, FORMAT.nested)
-        wide = (n * supers)[:, None] + (column // FORMAT.group // FORMAT.nested)[None, :]
-        by = tl.load(extra + wide, mask, other=0).to(tl.float32)
-        if scale is not None:
-            by = by * tl.load(scale + at, mask, other=0).to(tl.float32)
-        if FORMAT.offset != 0.0:
-            x = x - FORMAT.offset
-        x = x * _spread(by, N, K, S)
-        if zero is not None:
-            low = tl.load(offset + wide, mask, other=0).to(tl.float32)
-            x = x - _spread(low * tl.load(zero + at, mask, other=0).to(tl.float32), N, K, S)
-    elif FORMAT.family == "biased" or FORMAT.family == "biased_first":
-        by = _rounded(tl.load(scale + at, mask, other=0).to(tl.float32), FORMAT.rounds)
-        bias = _rounded(tl.load(zero + at, mask, other=0).to(tl.float32), FORMAT.rounds)
-        by, bias = _spread(by, N, K, S), _spread(bias, N, K, S)
-        if FORMAT.family == "biased_first":
-            x = _rounded(_rounded(x + bias, FORMAT.rounds) * by, FORMAT.rounds)
-        else:
-            x = _rounded(_rounded(x * by, FORMAT.rounds) + bias, FORMAT.rounds)
-    else:
-        x = _steps(codes, zero, n, is_row, at, mask, k, columns, row_bytes, magic, FORMAT, N, K, S, IN_WORDS)
-        x = x * _spread(_scales(scale, extra, offset, at, mask, FORMAT), N, K, S)
-        if FORMAT.unit != 1.0:
-            x = x * FORMAT.unit
-    return x
+from .tile_kernels import WHOLE, levels_of_tile, scales_of_tile, values_of_tile
 
 
 @triton.jit(do_not_specialize=["start", "count", "rows", "magic"])
@@ -252,7 +31,7 @@ def decode_rows(
     else:
         n = tl.load(index + i, is_row, other=0).to(tl.int64)
         is_there = is_row & (n >= 0) & (n < rows)
-    x = _values(
+    x = values_of_tile(
         codes, scale, zero, extra, offset, n, is_there, k, columns, row_bytes, groups, height, magic,
         FORMAT, N, K, S, IN_WORDS,
     )  # fmt: skip
@@ -263,34 +42,75 @@ def decode_rows(
     tl.store(out + i[:, None] * columns + column[None, :], x.to(out.dtype.element_ty), mask)
 
 
+@triton.jit
+def _products(
+    x, n, is_row,
+    codes, scale, zero, extra, offset, columns, row_bytes, groups, height, magic,
+    FORMAT: tl.constexpr, N: tl.constexpr, K: tl.constexpr, S: tl.constexpr, IN_WORDS: tl.constexpr,
+):  # fmt: skip
+    """Return the products of one row ``x`` with the rows ``n``, of the family "simple": (N,) float32.
+
+    Each sum in a group is scaled once.
+    """
+    sums = tl.zeros((N, S), tl.float32)
+    for k in range(0, columns, K):
+        column, first = k + tl.arange(0, K), k + tl.arange(0, S) * (K // S)
+        mask = is_row[:, None] & (first < columns)[None, :]
+        at = (n // height * groups)[:, None] + (first // FORMAT.group)[None, :]
+        w = levels_of_tile(codes, zero, n, is_row, at, mask, k, columns, row_bytes, magic, FORMAT, N, K, S, IN_WORDS)
+        some = tl.load(x + column, column < columns, other=0).to(tl.float32)
+        part = tl.sum(tl.reshape(w * some[None, :], (N, S, K // S)), 2)
+        if FORMAT.group < WHOLE:
+            part = part * scales_of_tile(scale, extra, offset, at, mask, FORMAT)
+        sums += part
+    made = tl.sum(sums, 1)
+    if FORMAT.group == WHOLE:
+        made = made * scales_of_tile(scale, extra, offset, n // height, is_row, FORMAT)
+    if FORMAT.unit != 1.0:
+        made = made * FORMAT.unit
+    return made
+
+
 @triton.jit(do_not_specialize=["magic"])
 def multiply_row(
     out, x, bias, rows,
     codes, scale, zero, extra, offset, columns, row_bytes, groups, height, magic,
     FORMAT: tl.constexpr, N: tl.constexpr, K: tl.constexpr, S: tl.constexpr, IN_WORDS: tl.constexpr,
 ):  # fmt: skip
-    """Write the product of one row ``x`` with values of the family "simple": each sum in a group is scaled once."""
+    """Write the product of one row ``x`` with values of the family "simple"."""
     n = tl.program_id(0).to(tl.int64) * N + tl.arange(0, N)
     is_row = n < rows
-    sums = tl.zeros((N, S), tl.float32)
-    for k in range(0, columns, K):
-        column, first = k + tl.arange(0, K), k + tl.arange(0, S) * (K // S)
-        mask = is_row[:, None] & (first < columns)[None, :]
-        at = (n // height * groups)[:, None] + (first // FORMAT.group)[None, :]
-        w = _steps(codes, zero, n, is_row, at, mask, k, columns, row_bytes, magic, FORMAT, N, K, S, IN_WORDS)
-        some = tl.load(x + column, column < columns, other=0).to(tl.float32)
-        part = tl.sum(tl.reshape(w * some[None, :], (N, S, K // S)), 2)
-        if FORMAT.group < WHOLE:
-            part = part * _scales(scale, extra, offset, at, mask, FORMAT)
-        sums += part
-    made = tl.sum(sums, 1)
-    if FORMAT.group == WHOLE:
-        made = made * _scales(scale, extra, offset, n // height, is_row, FORMAT)
-    if FORMAT.unit != 1.0:
-        made = made * FORMAT.unit
+    made = _products(
+        x, n, is_row, codes, scale, zero, extra, offset, columns, row_bytes, groups, height, magic,
+        FORMAT, N, K, S, IN_WORDS,
+    )  # fmt: skip
     if bias is not None:
         made += tl.load(bias + n, is_row, other=0).to(tl.float32)
     tl.store(out + n, made.to(out.dtype.element_ty), is_row)
+
+
+@triton.jit(do_not_specialize=["magic"])
+def multiply_each(
+    out, x, ends, stride, rows, matrices,
+    codes, scale, zero, extra, offset, columns, row_bytes, groups, height, magic,
+    FORMAT: tl.constexpr, N: tl.constexpr, K: tl.constexpr, S: tl.constexpr, IN_WORDS: tl.constexpr,
+    MATRICES: tl.constexpr,
+):  # fmt: skip
+    """Write the product of each row of ``x`` with the matrix of its group; 0 for those after the last group.
+
+    ``ends`` are the first rows after each of the groups, in order; a matrix has ``rows`` rows of the weight.
+    """
+    m, i = tl.program_id(1).to(tl.int64), tl.arange(0, MATRICES)
+    group = tl.sum((tl.load(ends + i, i < matrices, other=2147483647) <= m).to(tl.int64))
+    at = tl.program_id(0).to(tl.int64) * N + tl.arange(0, N)
+    is_row = at < rows
+    made = _products(
+        x + m * stride, group * rows + at, is_row & (group < matrices),
+        codes, scale, zero, extra, offset, columns, row_bytes, groups, height, magic,
+        FORMAT, N, K, S, IN_WORDS,
+    )  # fmt: skip
+    made = tl.where(group < matrices, made, 0.0)
+    tl.store(out + m * rows + at, made.to(out.dtype.element_ty), is_row)
 
 
 @triton.jit(do_not_specialize=["count", "magic"])
@@ -298,34 +118,55 @@ def multiply_rows(
     out, x, bias, count, stride, rows,
     codes, scale, zero, extra, offset, columns, row_bytes, groups, height, magic,
     FORMAT: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, S: tl.constexpr, IN_WORDS: tl.constexpr,
-    B: tl.constexpr, IS_EVEN: tl.constexpr,
+    B: tl.constexpr, IS_EVEN: tl.constexpr, IS_AFTER: tl.constexpr,
 ):  # fmt: skip
     """Write ``x @ values.T + bias``; if ``M``, the most rows, is not 1, values are rounded to the dtype of ``x``.
 
     Of ``M`` rows ``B`` parts of the columns of a tile have sums of their own, and warps of their own to compute them.
+    ``IS_AFTER``: levels minus zero points, which that dtype holds exactly, are multiplied, and the sums of parts, each
+    in one group, scaled.
     """
     n = tl.program_id(0).to(tl.int64) * N + tl.arange(0, N)
     is_row = n < rows
     m = tl.arange(0, M).to(tl.int64)
     sums = tl.zeros((N, K), tl.float32) if M == 1 else tl.zeros((B, N, M), tl.float32)
     for k in range(0, columns, K):
-        w = _values(
-            codes, scale, zero, extra, offset, n, is_row, k, columns, row_bytes, groups, height, magic,
-            FORMAT, N, K, S, IN_WORDS,
-        )  # fmt: skip
+        if IS_AFTER:
+            first = k + tl.arange(0, S) * (K // S)
+            mask = is_row[:, None] & (first < columns)[None, :]
+            at = (n // height * groups)[:, None] + (first // FORMAT.group)[None, :]
+            w = levels_of_tile(
+                codes, zero, n, is_row, at, mask, k, columns, row_bytes, magic,
+                FORMAT, N, K, S, IN_WORDS, x.dtype.element_ty,
+            )  # fmt: skip
+        else:
+            w = values_of_tile(
+                codes, scale, zero, extra, offset, n, is_row, k, columns, row_bytes, groups, height, magic,
+                FORMAT, N, K, S, IN_WORDS,
+            )  # fmt: skip
         column = k + tl.arange(0, K)
         is_column = column < columns
-        if not IS_EVEN:  # a scale that is not finite would give NaN beyond the last column
+        if not (IS_EVEN or IS_AFTER):  # a scale that is not finite would give NaN beyond the last column
             w = tl.where(is_column[None, :], w, 0.0)
         if M == 1:
             sums += w * tl.load(x + column, is_column, other=0).to(tl.float32)[None, :]
         else:
-            at = k + tl.arange(0, B)[:, None, None] * (K // B) + tl.arange(0, K // B)[None, :, None]
-            mask = (at < columns) & (m < count)[None, None, :]
-            some = tl.load(x + m[None, None, :] * stride + at, mask, other=0)
+            at_x = k + tl.arange(0, B)[:, None, None] * (K // B) + tl.arange(0, K // B)[None, :, None]
+            is_input = (at_x < columns) & (m < count)[None, None, :]
+            some = tl.load(x + m[None, None, :] * stride + at_x, is_input, other=0)
             each = tl.permute(tl.reshape(w.to(some.dtype), (N, B, K // B)), (1, 0, 2))
-            sums = tl.dot(each, some, sums, input_precision="ieee")
+            if IS_AFTER and FORMAT.group < WHOLE:
+                part = k + tl.arange(0, B) * (K // B)
+                at = (part // FORMAT.group)[:, None] + (n // height * groups)[None, :]
+                by = scales_of_tile(scale, extra, offset, at, (part < columns)[:, None] & is_row[None, :], FORMAT)
+                sums += tl.dot(each, some, input_precision="ieee") * by[:, :, None]
+            else:
+                sums = tl.dot(each, some, sums, input_precision="ieee")
     made = tl.sum(sums, 1)[:, None] if M == 1 else tl.sum(sums, 0)
+    if IS_AFTER and FORMAT.group == WHOLE:
+        made = made * scales_of_tile(scale, extra, offset, n // height, is_row, FORMAT)[:, None]
+    if IS_AFTER and FORMAT.unit != 1.0:
+        made = made * FORMAT.unit
     if bias is not None:
         made += tl.load(bias + n, is_row, other=0).to(tl.float32)[:, None]
     mask = is_row[:, None] & (m < count)[None, :]

@@ -15,6 +15,8 @@ from ..torch_private.observers import is_direct
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 
+_HERE: nullcontext[None] = nullcontext()
+
 DEVICES = {"cuda"}
 """Types of devices whose tensors the kernels take; tests add "cpu" for Triton's interpreter."""
 
@@ -62,4 +64,5 @@ def runs_on(device: torch.device) -> bool:
 
 def on(tensor: Tensor) -> Any:
     """Return a context in which kernels start on the device of ``tensor``."""
-    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
+    is_elsewhere = tensor.is_cuda and tensor.get_device() != torch.cuda.current_device()
+    return torch.cuda.device(tensor.device) if is_elsewhere else _HERE

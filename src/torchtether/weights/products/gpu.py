@@ -31,8 +31,8 @@ def linear(layout: Layout, parts: Sequence[Tensor], x: Tensor, bias: Tensor | No
         x (..., K) float32, bfloat16 or float16, up to 16 rows, any strides; bias (N,) of the same dtype
         result (..., N)
 
-    Sums, with the bias, are float32 and rounded once to the dtype of ``x``. For two or more
-    rows, decoded values are rounded to that dtype before the product.
+    Sums, with the bias, are float32 and rounded once to the dtype of ``x``. For two or more rows, decoded values are
+    rounded to that dtype before the product, unless levels are integers or float8 and the sums of groups are scaled.
     """
     rows, columns = layout.rows, layout.columns
     if x.dtype not in DTYPES or x.shape[-1:] != (columns,) or x.numel() > decoding.MOST_ROWS * columns:
@@ -51,6 +51,25 @@ def linear(layout: Layout, parts: Sequence[Tensor], x: Tensor, bias: Tensor | No
     added = None if bias is None else bias.resolve_neg().contiguous()
     decoding.multiply(codes, inputs, added, out)
     return out if x.dim() == 2 else out.view(*x.shape[:-1], rows)
+
+
+def linear_of_each(layout: Layout, parts: Sequence[Tensor], x: Tensor, ends: Tensor) -> Tensor | None:
+    """Return the product of each row of ``x`` with the matrix of its group, of a weight that is a stack of matrices.
+
+    x (M, K) float32, bfloat16 or float16    ends (G,) int32: the first row after each group
+    result (M, N), zeros after the last group; the layout has G * N rows
+    """
+    if x.dtype not in DTYPES or ends.dtype is not torch.int32 or ends.dim() != 1 or ends.numel() == 0:
+        return None
+    if x.dim() != 2 or x.shape[1] != layout.columns or layout.rows % len(ends) or not serves(x, ends, *parts):
+        return None
+    codes = _codes(layout, parts)
+    if codes is None:
+        return None
+    inputs = x.resolve_neg()
+    inputs = inputs if inputs.stride(1) == 1 else inputs.contiguous()
+    out = inputs.new_empty(x.shape[0], layout.rows // ends.shape[0])
+    return out if decoding.multiply_each(codes, inputs, ends.contiguous(), out) else None
 
 
 def decode(
