@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -26,6 +27,7 @@ def is_plain(*tensors: Tensor | None) -> bool:
     return all(tensor is None or type(tensor) in _PLAIN for tensor in tensors)
 
 
+@cache
 def capability(device: torch.device) -> tuple[int, int]:
     """Return the compute capability of an NVIDIA GPU; (0, 0) if absent, as it may be for fake tensors."""
     if torch.version.hip is not None or not torch.cuda.is_available():
