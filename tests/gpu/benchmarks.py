@@ -1,8 +1,8 @@
 """The cost of products, encoders and loads on the device, compared with dense products, its bandwidth, and peers.
 
 Contenders take turns within a round; a figure is the median over the rounds of a ratio within one. Each call of a
-product takes another copy of its weight, so that none is found in the cache of the device. Products of up to 16 rows
-are timed in CUDA graphs, as they are used when text is generated, and called from Python.
+product takes another copy of its weight, so that none is found in the cache of the device. Products are timed in CUDA
+graphs, as compiled models run them, and called from Python.
 """
 
 import importlib.util
@@ -11,6 +11,7 @@ import math
 import statistics
 import tempfile
 import time
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from unittest import mock
@@ -41,7 +42,6 @@ BARS = {("int8", 1): 0.6, ("int4", 1): 0.4, ("nf4", 1): 0.4, ("fp8, rounded inpu
 """The most of a dense product's time; of other schemes 1.0 up to 16 rows, and 1.15 with 4096."""
 ROUNDED = {"int8": "int8", "fp8": "float8", "mxfp8": "mxfp8", "mxfp4": "mxfp4", "nvfp4": "nvfp4"}
 """What inputs are rounded to beside weights of a scheme."""
-LOADERS = ("fastsafetensors", "instanttensor", "runai_model_streamer")
 PEERS = ("bitsandbytes", "torchao", "gemlite")
 
 
@@ -119,6 +119,7 @@ class Replay:
     """The replay of a CUDA graph that holds a call with each copy."""
 
     def __init__(self, turning, device):
+        self.turning = turning  # whose weights the graph reads
         side, here = torch.cuda.Stream(device), torch.cuda.current_stream(device)
         side.wait_stream(here)
         with torch.cuda.stream(side):
@@ -216,7 +217,7 @@ def products(device, size, rounds):
                 broken[name] = reason(error)
         case = f"{shape[0]}x{shape[1]}, {rows} rows"
         with torch.no_grad():
-            if rows <= 16 and device.type == "cuda":  # bars are for graphs: calls can take Python longer than the GPU
+            if device.type == "cuda":  # bars are for graphs: calls can take Python longer than the GPU
                 yield from rows_of("eager", case, *measure(contenders, device, rounds), "dense")
                 contenders, failed = replays(contenders, device)
                 broken |= failed
@@ -313,46 +314,110 @@ class Layers(nn.Module):
 
 def loads(device, size, rounds):
     """From files in the page cache; against a bare copy of as many bytes from pinned memory."""
+    with saved(size) as folder:
+        bare, nbytes = bare_copy(size, device)
+
+        def load(scheme):
+            with torch.device("meta"):
+                model = Layers(*SIZES[size][3])
+            tt.load(model, folder, device=device, quantize=scheme)
+
+        contenders = {"bare": bare, "ours": partial(load, None), "safetensors": partial(by_safetensors, folder, device)}
+        contenders |= {f"ours {name}": partial(load, scheme) for name, scheme in SCHEMES.items()}
+        found = timed(contenders, device, rounds)
+    bars = {"ours": 1 / 0.9} | {f"ours {scheme}": 1.1 for scheme in SCHEMES}
+    for row in rows_of("loads", f"{nbytes / 1e9:.1f} GB", found, {}, "bare", bars):
+        yield row | {"gbps": nbytes / row["seconds"] / 1e9}
+
+
+def loaders(device, size, rounds):
+    """The same by other loaders that are installed."""
+    with saved(size) as folder:
+        bare, nbytes = bare_copy(size, device)
+        contenders, failed = {"bare": bare}, {}
+        for name, read in LOADERS.items() if device.type == "cuda" else ():
+            try:
+                read(folder, device)
+                contenders[name] = partial(read, folder, device)
+            except Exception as error:  # most often it is not installed
+                failed[name] = reason(error)
+        found = timed(contenders, device, rounds)
+    for row in rows_of("loaders", f"{nbytes / 1e9:.1f} GB", found, failed, "bare"):
+        yield row if "failed" in row else row | {"gbps": nbytes / row["seconds"] / 1e9}
+
+
+@contextmanager
+def saved(size):
+    """A folder with a checkpoint."""
+    with tempfile.TemporaryDirectory() as folder:
+        tt.save(Layers(*SIZES[size][3]), folder)
+        yield Path(folder)
+
+
+def bare_copy(size, device):
+    """What copies as many bytes from pinned memory to the device, and how many."""
     count, width = SIZES[size][3]
     nbytes = count * width * width * 2
     pinned = torch.empty(min(nbytes, 2**28), dtype=torch.uint8, pin_memory=device.type != "cpu")
     there = torch.empty_like(pinned, device=device)
 
-    def bare():
+    def copy():
         for _ in range(nbytes // pinned.nbytes):
             there.copy_(pinned, non_blocking=True)
-        settle(device)
 
-    def load(folder, scheme):
-        with torch.device("meta"):
-            model = Layers(count, width)
-        tt.load(model, folder, device=device, quantize=scheme)
-        settle(device)
+    return copy, nbytes
 
-    def plain(folder):
-        from safetensors.torch import load_file
 
-        for file in sorted(Path(folder).glob("*.safetensors")):
-            load_file(file, device=str(device))
-        settle(device)
+def timed(contenders, device, rounds):
+    """Seconds of every round but the first, which reads, pins and compiles."""
+    found = {name: [] for name in contenders}
+    for _ in range(rounds + 1):
+        for name, run in contenders.items():
+            start = time.perf_counter()
+            run()
+            settle(device)
+            found[name].append(time.perf_counter() - start)
+    return {name: times[1:] for name, times in found.items()}
 
-    with tempfile.TemporaryDirectory() as folder:
-        tt.save(Layers(count, width), folder)
-        contenders = {"bare": bare, "ours": partial(load, folder, None), "safetensors": partial(plain, folder)}
-        contenders |= {f"ours {name}": partial(load, folder, scheme) for name, scheme in SCHEMES.items()}
-        found = {name: [] for name in contenders}
-        for _ in range(rounds + 1):
-            for name, run in contenders.items():
-                start = time.perf_counter()
-                run()
-                found[name].append(time.perf_counter() - start)
-        found = {name: times[1:] for name, times in found.items()}  # the first round reads, pins and compiles
-    bars = {"ours": 1 / 0.9} | {f"ours {scheme}": 1.1 for scheme in SCHEMES}
-    for row in rows_of("loads", f"{nbytes / 1e9:.1f} GB", found, {}, "bare", bars):
-        yield row | {"gbps": nbytes / row["seconds"] / 1e9}
-    absent = [name for name in LOADERS if importlib.util.find_spec(name) is None]
-    if absent:
-        yield {"group": "loads", "case": "not installed", "contender": ", ".join(absent), "failed": "not installed"}
+
+def files_in(folder):
+    return sorted(map(str, folder.glob("*.safetensors")))
+
+
+def by_safetensors(folder, device):
+    from safetensors.torch import load_file
+
+    for file in files_in(folder):
+        load_file(file, device=str(device))
+
+
+def by_fastsafetensors(folder, device):
+    from fastsafetensors import fastsafe_open
+
+    with fastsafe_open(files_in(folder), device=str(device), nogds=True) as opened:
+        return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+
+
+def by_instanttensor(folder, device):
+    from instanttensor import safe_open
+
+    with safe_open(files_in(folder), framework="pt", device=device.index or 0) as opened:
+        return dict(opened.tensors())
+
+
+def by_runai_model_streamer(folder, device):
+    from runai_model_streamer import SafetensorsStreamer
+
+    with SafetensorsStreamer() as streamer:
+        streamer.stream_files(files_in(folder), device=str(device))
+        return {name: tensor.to(device) for name, tensor in streamer.get_tensors()}
+
+
+LOADERS = {
+    "fastsafetensors": by_fastsafetensors,
+    "instanttensor": by_instanttensor,
+    "runai_model_streamer": by_runai_model_streamer,
+}
 
 
 def settle(device):
@@ -360,7 +425,14 @@ def settle(device):
         torch.get_device_module(device).synchronize(device)
 
 
-GROUPS = {"products": products, "tiles": tiles, "experts": experts, "encoders": encoders, "loads": loads}
+GROUPS = {
+    "products": products,
+    "tiles": tiles,
+    "experts": experts,
+    "encoders": encoders,
+    "loads": loads,
+    "loaders": loaders,
+}
 
 
 def line(row):
