@@ -29,8 +29,9 @@ class Interrupt:
     def trace(self, frame, event, arg):
         if not frame.f_code.co_filename.startswith(OURS):
             return None
-        if os.path.basename(frame.f_code.co_filename) in self.finely:
+        if os.path.basename(frame.f_code.co_filename) in self.finely and not frame.f_trace_opcodes:
             frame.f_trace_opcodes = True
+            sys.settrace(self.trace)  # Python 3.12 looks at the flag only then
         if event == "line" and self.ends_block(frame):
             return self.trace
         if event in ("call", "line", "opcode"):
