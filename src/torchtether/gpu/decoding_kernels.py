@@ -103,13 +103,14 @@ def multiply_each(
     m, i = tl.program_id(1).to(tl.int64), tl.arange(0, MATRICES)
     group = tl.sum((tl.load(ends + i, i < matrices, other=2147483647) <= m).to(tl.int64))
     at = tl.program_id(0).to(tl.int64) * N + tl.arange(0, N)
-    is_row = at < rows
+    n, is_row = group * rows + at, at < rows
+    is_there = n < matrices * rows
     made = _products(
-        x + m * stride, group * rows + at, is_row & (group < matrices),
+        x + m * stride, n, is_row & is_there,
         codes, scale, zero, extra, offset, columns, row_bytes, groups, height, magic,
         FORMAT, N, K, S, IN_WORDS,
     )  # fmt: skip
-    made = tl.where(group < matrices, made, 0.0)
+    made = tl.where(is_there, made, 0.0)
     tl.store(out + m * rows + at, made.to(out.dtype.element_ty), is_row)
 
 
