@@ -16,6 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import torchtether as tt
 from torchtether.gpu import decoding, serving
 from torchtether.gpu import rounding as kernels
+from torchtether.weights.ops import grouped
 from torchtether.weights.products import gpu, rounding
 
 needs_triton = pytest.mark.skipif(not serving.has_triton(), reason="triton is not installed")
@@ -266,6 +267,18 @@ def test_rows_of_experts_that_do_not_fit_are_left(takes_cpu):
     layout = few_bits.kernel_layout
     parts = layout.pick_from(few_bits)
     assert made(x, ends) is None
+
+
+def test_experts_of_other_sizes_are_left(takes_cpu):
+    """A group without a matrix, or more rows than pay off: torch's op raises its own error, or multiplies."""
+    with mock.patch.object(serving, "DEVICES", set()):
+        stack = tt.Weight.encode(torch.randn(6, 8, 256), tt.int8()).to(torch.bfloat16)
+    x, offs = torch.zeros(5, 256).bfloat16(), torch.tensor([0, 2, 2, 2, 4, 5], dtype=torch.int32)
+    for weight in (stack, stack.transpose(1, 2)):
+        assert grouped.by_each(x, weight, offs).shape == (5, 8)
+        assert grouped.by_each(x.repeat(4, 1), weight, offs).shape == (20, 8)
+        for rows, ends in ((x, offs[:3]), (x, offs.repeat(2)), (x[:, :8], offs), (x.repeat(5, 1), offs)):
+            assert grouped.by_each(rows, weight, ends) is None
 
 
 def test_rows_that_do_not_fit_are_left(takes_cpu):
