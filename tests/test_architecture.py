@@ -20,7 +20,8 @@ SOURCE = Path(torchtether.__file__).parent
 # Rooms from the ground up. A room may import from its own level only within itself, and from levels below.
 LEVELS = [
     {"_interruptions", "errors", "progress"},
-    {"_checks", "_dtypes", "torch_private"},
+    {"_dtypes", "torch_private"},
+    {"_checks"},
     {"compiled", "geometry", "gpu"},
     {"schemes"},
     {"weights"},

@@ -5,12 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from os import PathLike
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from .errors import ArgumentError
+from .torch_private.modules import uncompiled
+
+Model = TypeVar("Model", bound=nn.Module)
 
 
 def describe(value: object) -> str:
@@ -36,11 +39,12 @@ def describe_some(words: Sequence[str], most: int = 4, *, between: str = ", ") -
     return between.join(words[:most]) + (f" and {len(words) - most} more" if len(words) > most else "")
 
 
-def check_module(model: object) -> None:
-    """Raise ArgumentError unless ``model`` is a module."""
+def as_module(model: Model) -> Model:
+    """Return ``model``, without the wrapper of ``torch.compile``. Raise ArgumentError if it is not a module."""
     if not isinstance(model, nn.Module):
         fix = "Give an instance of it." if isinstance(model, type) else "Give a torch.nn.Module."
         raise ArgumentError(f"is {describe(model)}, not a module", name="model", fix=fix)
+    return uncompiled(model)
 
 
 def check_path(path: object) -> None:

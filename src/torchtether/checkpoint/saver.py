@@ -20,6 +20,7 @@ from ..geometry.views import View, contiguous_stride
 from ..progress import Progress
 from ..ties.components import Component, find_components, tie_of
 from ..ties.spans import member_view, plain_values
+from ..torch_private.modules import uncompiled
 from ..weights.spec import Tie
 from ..weights.weight import Weight
 from .aliases import view_of
@@ -80,7 +81,7 @@ def save(
     check_path(path)
     check_callable(progress, "progress", or_flag=True)
     target = writable(format)
-    groups = plan_groups(model, target, aliases, masters)
+    groups = plan_groups(uncompiled(model), target, aliases, masters)
     pairs = target.pairs({}, metadata) if isinstance(target, Contained) else metadata
     write_groups(groups, Path(path), format=target, max_shard_size=max_shard_size, progress=progress, metadata=pairs)
 

@@ -7,7 +7,7 @@ from typing import Literal
 
 from torch import Tensor, nn
 
-from .._checks import check_module
+from .._checks import as_module
 from ..errors import ArgumentError, ConversionError, RuleError
 from ..ties.names import named_tensors
 from ..torch_private.tensors import local_or_itself
@@ -54,7 +54,7 @@ def quantize_activations(
     >>> bool(0 < (rounded - exact).norm() / exact.norm() < 0.02)
     True
     """
-    check_module(model)
+    given, model = model, as_module(model)
     if to not in (None, *ACTIVATIONS):
         known = ", ".join(map(repr, ACTIVATIONS))
         raise ArgumentError(f"is {to!r:.40}, not one of {known} or None", name="to", fix="Give one of them.")
@@ -73,7 +73,7 @@ def quantize_activations(
         chosen.append(held)
     for held in chosen:
         held.set_activations(to)
-    return model
+    return given
 
 
 def _is_weight(tensor: Tensor, dims: tuple[int, ...]) -> bool:

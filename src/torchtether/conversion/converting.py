@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from operator import methodcaller
-from typing import TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from .._checks import as_device, check_module
+from .._checks import Model, as_device, as_module
 from ..errors import ConversionError
 from ..exchange.exchange import Atomic, Exchange
 from ..exchange.optimizer_state import Optimizers
@@ -19,8 +18,6 @@ from ..ties.components import Component, split_shared
 from ..ties.spans import member_view, span_tensor
 from ..torch_private.observers import not_followed
 from ..weights.weight import Weight
-
-Model = TypeVar("Model", bound=nn.Module)
 
 
 @not_followed
@@ -58,7 +55,7 @@ def convert(
     >>> tt.convert(model, dtype=torch.bfloat16).weight is weight, weight.dtype
     (True, torch.bfloat16)
     """
-    check_module(model)
+    given, model = model, as_module(model)
     if dtype is not None and not isinstance(dtype, torch.dtype):
         raise ConversionError(f"dtype={dtype!r} is a {type(dtype).__name__}, not a dtype", fix="Give a torch.dtype.")
     if dtype is not None and not dtype.is_floating_point:
@@ -91,7 +88,7 @@ def convert(
                 continue
             span = converted(span_tensor(component), dtype, place)
             exchange.put_together((member.tensor, member_view(span, member)) for member in component.members)
-    return model
+    return given
 
 
 def converted(tensor: Tensor, dtype: torch.dtype | None, device: torch.device | None) -> Tensor:

@@ -6,14 +6,14 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as hooks
 from torch.nn.parameter import is_lazy
 
-from .._checks import as_device, check_callable, check_module, describe_some
+from .._checks import Model, as_device, as_module, check_callable, describe_some
 from ..errors import ConversionError
 from ..exchange.exchange import Exchange
 from ..exchange.optimizer_state import Optimizers
@@ -29,8 +29,6 @@ from ..weights.weight import Weight
 from .programs import Recipe
 from .recording import Recorder, recording
 from .replaying import Replay
-
-Model = TypeVar("Model", bound=nn.Module)
 
 _RECIPE = "_tether_recipe"
 """The attribute of a tensor on ``meta`` that holds its recipe."""
@@ -130,7 +128,7 @@ def materialize(
     >>> before = layer.weight; tt.materialize(layer).weight is before, before.device.type
     (True, 'cpu')
     """
-    check_module(model)
+    given, model = model, as_module(model)
     check_callable(init, "init", is_of_module=True)
     place = as_device(device)
     if place.type == "meta":
@@ -141,7 +139,7 @@ def materialize(
     plain = {(id(m), name): recipe for m in modules.values() for name, recipe in _plain_recipes(m).items()}
     if not work and not plain:
         forget_recipes(model)
-        return model
+        return given
     recipes = {id(component): recipes_of(component, modules) for component in work}
     recorded = [component for component in work if recipes[id(component)]]
     others = [component for component in work if not recipes[id(component)]]
@@ -161,7 +159,7 @@ def materialize(
                 module.__dict__[name] = replay.tensor(plain[id(module), name])
     forget_recipes(model)
     _initialise(work if init is not None else others, modules, init)
-    return model
+    return given
 
 
 def forget_recipes(model: nn.Module) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from .._checks import check_callable, check_module
+from .._checks import as_module, check_callable
 from ..errors import ConversionError, SchemeError
 from ..exchange.exchange import Atomic, Exchange
 from ..exchange.optimizer_state import Optimizers
@@ -65,7 +65,7 @@ def quantize(
     >>> tt.quantize(layer, "int8").weight is before, isinstance(before, tt.Weight)
     (True, True)
     """
-    check_module(model)
+    given, model = model, as_module(model)
     check_callable(progress, "progress", or_flag=True)
     components = find_components(model)
     ties = {id(component): tie_of(component) for component in components}
@@ -91,7 +91,7 @@ def quantize(
             exchange.put_together(zip(held, _encoded(component, tie, scheme), strict=True))
             exchange.know_weights(component.names)
             tick(size)
-    return model
+    return given
 
 
 @not_followed
@@ -111,7 +111,7 @@ def dequantize(model: nn.Module, *, optimizer: Optimizers = None, atomic: Atomic
     >>> tt.dequantize(layer).weight is before, isinstance(before, tt.Weight)
     (True, False)
     """
-    check_module(model)
+    given, model = model, as_module(model)
     components = find_components(model)
     for member in (member for component in components for member in component.members):
         if is_sharded(member.tensor) and isinstance(local_or_itself(member.tensor), Weight):
@@ -129,7 +129,7 @@ def dequantize(model: nn.Module, *, optimizer: Optimizers = None, atomic: Atomic
             exchange.safe_point()
             exchange.put_together(zip((member.tensor for member in members), _decoded(span, members), strict=True))
             exchange.keep_loading(component.names)
-    return model
+    return given
 
 
 def _is_held_in(component: Component, scheme: Scheme) -> bool:

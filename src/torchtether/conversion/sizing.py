@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .._checks import as_size, check_callable, check_module
+from .._checks import as_module, as_size, check_callable
 from ..errors import ArgumentError, RuleError, SchemeError
 from ..progress import Progress, ticking
 from ..schemes import Affine, Scheme, SuperBlocks, int8, nf4, resolve, scheme_to_text
@@ -137,7 +137,7 @@ def plan_quantize(
     >>> plan.bits <= 6, plan.choices["0.weight"].nbytes > plan.choices["1.weight"].nbytes
     (True, True)
     """
-    check_module(model)
+    model = as_module(model)
     check_callable(progress, "progress", or_flag=True)
     candidates = _resolved(schemes)
     if (bytes is None) == (bits is None):

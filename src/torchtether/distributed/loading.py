@@ -25,6 +25,7 @@ from ..progress import Progress
 from ..renaming.steps import Rename
 from ..ties.names import named_tensors
 from ..torch_private.fsdp2 import fsdp2_states, offloaded_parameters, renew_shards
+from ..torch_private.modules import uncompiled
 from .optimizers import OptimizerLoad
 from .ranks import Ranks
 from .shadows import box_of, device_of, local_shadow, reshard, sharded_tensors, stand_in, whole_shadow, with_local
@@ -78,7 +79,7 @@ def load(
     ...     print(distributed.load(torch.nn.Linear(2, 3), folder).bytes)
     36
     """
-    ranks = Ranks(process_group)
+    model, ranks = uncompiled(model), Ranks(process_group)
     options = LoadOptions(quantize, dtype, device, strict, ties, rename)
     work: _Whole | _Sharded | None = None
     state: OptimizerLoad | None = None

@@ -18,6 +18,7 @@ from ..errors import CheckpointError
 from ..files import FolderChange, beside, folder_for, put_in_place
 from ..formats import Contained, Writable, writable
 from ..progress import Progress, ticking
+from ..torch_private.modules import uncompiled
 from .flat import save_dcp
 from .optimizers import FOLDER, optimizer_tensors
 from .ranks import Ranks
@@ -63,7 +64,7 @@ def save(
     ...     print(list(tt.open(folder)))
     ['bias', 'weight']
     """
-    ranks, path = Ranks(process_group), Path(path)
+    ranks, model, path = Ranks(process_group), uncompiled(model), Path(path)
     if format == "dcp":
         with ranks.all_or_none(CheckpointError):
             if max_shard_size is not None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .._checks import check_module, describe, describe_some
+from .._checks import as_module, describe, describe_some
 from ..errors import ArgumentError, OptimizerError
 
 Optimizers = Optimizer | Iterable[Optimizer] | None
@@ -59,7 +59,7 @@ def check_optimizer(model: nn.Module, optimizer: Optimizers) -> None:
     Traceback (most recent call last):
     torchtether.errors.OptimizerError: bias: is trainable, but not in the optimizer. Add it, freeze it, or ...
     """
-    check_module(model)
+    model = as_module(model)
     missing, foreign = _difference(model, optimizer)
     if missing or foreign:
         raise _error(missing, foreign)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
-from .._checks import check_module
+from .._checks import as_module
 from .._interruptions import Deferred, take
 from ..errors import TetherError
 from ..ties.components import find_components, tie_of
@@ -85,7 +85,7 @@ class _Swapping(ContextDecorator):
         if versions.MISSING:
             versions.refuse_torch()
         if self._model is not None:
-            check_module(self._model)
+            as_module(self._model)
         optimizers = optimizers_of(self._optimizer)
         self._signals = Deferred(_defers_signals)
         with ExitStack() as stack:

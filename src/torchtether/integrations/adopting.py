@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .._checks import check_module, describe_some
+from .._checks import as_module, describe_some
 from ..errors import ConversionError, RuleError, TetherError
 from ..exchange.exchange import Atomic, Exchange, tell_listeners
 from ..exchange.optimizer_state import Optimizers
@@ -63,7 +63,7 @@ def adopt(model: nn.Module, *, optimizer: Optimizers = None, atomic: Atomic = "c
     Traceback (most recent call last):
     torchtether.errors.RuleError: the model has no module or parameter of quanto, torchao or bitsandbytes. To ...
     """
-    check_module(model)
+    given, model = model, as_module(model)
     tensors, modules, rounded = _find(model)
     with Exchange(model, optimizer=optimizer, atomic=atomic, verb="adopt") as exchange:
         members = [member.tensor for found in tensors for member in found.component.members]
@@ -90,7 +90,7 @@ def adopt(model: nn.Module, *, optimizer: Optimizers = None, atomic: Atomic = "c
             "To round them by row, call tt.quantize_activations(model).",
             stacklevel=2,
         )
-    return model
+    return given
 
 
 # -- finding ----------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._checks import check_callable, check_flag, check_module
+from .._checks import as_module, check_callable, check_flag
 from .._interruptions import uncollected
 from ..checkpoint.reader import Checkpoint
 from ..conversion import materializing
@@ -249,7 +249,7 @@ def make_plan(
     revision: str | None = None,
 ) -> LoadPlan:
     """Return the plan of ``plan_load``, which describes the arguments and the errors."""
-    check_module(model)
+    model = as_module(model)
     check_flag(options.strict, "strict")
     check_flag(mmap, "mmap")
     if optimizer is not None:

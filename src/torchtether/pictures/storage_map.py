@@ -13,6 +13,7 @@ from .._checks import describe
 from ..checkpoint.reader import Checkpoint, open_checkpoint
 from ..errors import ArgumentError
 from ..files import replacing
+from ..torch_private.modules import uncompiled
 from ..weights.spec import Tie
 from .difference import changes_between, grouped
 from .drawing import describe_bytes
@@ -52,6 +53,7 @@ def storage_map(model: Mapped) -> StorageMap:
         with open_checkpoint(model if isinstance(model, str) else Path(model)) as checkpoint:
             return storage_map(checkpoint)
     if isinstance(model, nn.Module):
+        model = uncompiled(model)
         return StorageMap(groups_of(model), type(model).__name__)
     if not isinstance(model, Mapping):
         what = f"is {describe(model)}, not a module, a mapping of tensors, a checkpoint or its path"

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .._checks import check_module, describe
+from .._checks import as_module, describe
 from .._interruptions import Deferred, uncollected
 from ..checkpoint.reader import Checkpoint
 from ..errors import ArgumentError
@@ -92,7 +92,7 @@ def refit(
     >>> torch.equal(weight.dequantize(), tt.quantize(trainer, "int8").weight.dequantize())
     True
     """
-    check_module(model)
+    model = as_module(model)
     if atomic not in ("checked", "full"):
         raise ArgumentError(f"is {atomic!r}, neither 'checked' nor 'full'", name="atomic")
     start = time.perf_counter()

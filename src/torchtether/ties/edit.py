@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from .._checks import check_flag, check_module, check_name, describe
+from .._checks import as_module, check_flag, check_name, describe
 from ..errors import ArgumentError, TieError
 from ..torch_private.fsdp2 import fsdp2_states
 from ..torch_private.modules import buffers_of, parameters_of
@@ -27,7 +27,7 @@ def tie(model: nn.Module, owner: str, alias: str, *, transpose: bool = False, ro
     >>> tt.tie(model, "0.weight", "1.weight"); model[0].weight is model[1].weight
     True
     """
-    check_module(model)
+    model = as_module(model)
     check_flag(transpose, "transpose")
     if rows is not None and not isinstance(rows, slice):
         raise ArgumentError(f"is {describe(rows)}, not a slice", name="rows", fix="Give slice(start, stop).")
@@ -83,7 +83,7 @@ def untie(model: nn.Module, name: str) -> None:
     >>> tt.untie(layer, "again"); tt.find_ties(layer)
     ()
     """
-    check_module(model)
+    model = as_module(model)
     check_name(name, "name")
     tensors = named_tensors(model)
     check_known(name, tensors)

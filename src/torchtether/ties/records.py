@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 
 from torch import nn
 
-from .._checks import check_module, describe
+from .._checks import as_module, describe
 from ..errors import ArgumentError, TieError
 from ..weights.spec import Tie
 from ..weights.weight import Weight
@@ -35,7 +35,7 @@ def find_ties(model: nn.Module) -> tuple[Tie, ...]:
     >>> str(*tt.find_ties(model))
     'emb.weight = head.weight'
     """
-    made = (tie_of(component) for component in shared_components(model))
+    made = (tie_of(component) for component in shared_components(as_module(model)))
     return tuple(tie for tie in made if tie is not None)
 
 
@@ -69,7 +69,7 @@ def check_ties(model: nn.Module, expected: Iterable[Tie] | None = None) -> None:
     Traceback (most recent call last):
     torchtether.errors.TieError: bias: is not tied to weight, but recorded as tied. Call tt.tie(model, 'weight', ...
     """
-    check_module(model)
+    model = as_module(model)
     try:
         records = recorded_ties(model) if expected is None else tuple(expected)
         wrong = next((one for one in records if not isinstance(one, Tie)), None)

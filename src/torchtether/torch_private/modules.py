@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from operator import attrgetter
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 Method = Callable[..., Any]
+_Model = TypeVar("_Model")
+
+
+def uncompiled(model: _Model) -> _Model:
+    """Return the module that ``torch.compile`` wrapped as ``model``; anything else itself.
+
+    The wrapper puts ``_orig_mod.`` before every name, which no checkpoint and no rule has.
+    """
+    compiling = sys.modules.get("torch._dynamo.eval_frame")  # absent until something is compiled; importing it is slow
+    found: Any = model
+    return found._orig_mod if compiling and isinstance(model, compiling.OptimizedModule) else found  # type: ignore[no-any-return]
 
 
 def current_method(name: str) -> tuple[Method, bool]:
