@@ -295,7 +295,7 @@ def test_autocast_rounds_too(to):
         with torch.set_grad_enabled(grads), torch.autocast("cpu", torch.bfloat16):
             out = layer(x)
         assert out.dtype is torch.bfloat16
-        assert error(out, exact(layer, x, to)) < 2**-7
+        assert error(out, exact(layer, x.bfloat16(), to)) < 2**-7
 
 
 # -- what keeps it ----------------------------------------------------------------------------------------------------

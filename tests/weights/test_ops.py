@@ -249,6 +249,37 @@ def test_gradients_reach_the_input_and_a_trainable_weight(row, trainable):
         assert weight.grad is None
 
 
+@few_schemes
+@pytest.mark.parametrize("shape", [(2,), (2, 1), (1, 0)], ids=str)
+def test_a_frozen_weight_has_all_derivatives(row, shape):
+    weight, bias = _weight(row.scheme).to(torch.float64), rand(ROWS).double().requires_grad_()
+    x = rand(*shape, COLUMNS).double().requires_grad_()
+    assert torch.autograd.gradcheck(lambda *given: torch.nn.functional.linear(given[0], weight, given[1]), (x, bias))
+    up = rand(*shape, ROWS).double().requires_grad_()
+    (first,) = torch.autograd.grad(torch.nn.functional.linear(x, weight, bias), x, up, create_graph=True)
+    (second,) = torch.autograd.grad(first.square().sum(), up)
+    torch.testing.assert_close(second, 2 * first.detach() @ weight.dequantize().t())
+
+
+@few_schemes
+@pytest.mark.parametrize("shape", [(5,), (2, 3), (2, 0)], ids=str)
+def test_products_with_a_frozen_weight_are_changed_in_place(row, shape):
+    weight, x = _weight(row.scheme), rand(*shape, COLUMNS).requires_grad_()
+    out = torch.nn.functional.linear(x, weight)
+    twice = torch.nn.functional.linear(x, weight).add_(1).mul_(2)
+    torch.testing.assert_close(twice, 2 * out + 2)
+    one, two = (torch.autograd.grad(made.sum(), x)[0] for made in (out, twice))
+    torch.testing.assert_close(two, 2 * one)
+
+
+def test_a_frozen_weight_that_changes_before_backward_is_an_error():
+    weight, x = _weight(tt.int8()), rand(5, COLUMNS).requires_grad_()
+    out = torch.nn.functional.linear(x, weight)
+    weight.copy_(weight.dequantize())
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
 def test_backward_saves_the_weight_and_not_its_values():
     weight = torch.nn.Parameter(_weight(tt.int8()), requires_grad=False)
     saved = []

@@ -220,6 +220,33 @@ def test_autocast_computes_in_the_asked_dtype():
             assert ((out.float() - F.linear(x, values).float()).abs() <= slack).all()
 
 
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("held", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("given", [torch.float32, torch.bfloat16, torch.float16])
+def test_autocast_is_a_cast_of_all_arguments(given, held, grad):
+    weight, x, bias = weight_of().to(held), rand(2, 3, 64).to(given).requires_grad_(grad), rand(16).to(held)
+    cast = x.detach().bfloat16().requires_grad_(grad)
+    with torch.autocast("cpu", torch.bfloat16), torch.set_grad_enabled(grad):
+        out = F.linear(x, weight, bias)
+        assert torch.is_autocast_enabled("cpu")
+    with torch.set_grad_enabled(grad):
+        wanted = F.linear(cast, weight.to(torch.bfloat16), bias.bfloat16())
+    assert torch.equal(out, wanted)
+    if grad:
+        out.sum().backward()
+        wanted.sum().backward()
+        assert torch.equal(x.grad, cast.grad.to(given))
+
+
+def test_autocast_leaves_float64_alone():
+    weight = weight_of().to(torch.float64)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert F.linear(rand(3, 64).double(), weight).dtype == torch.float64
+        with pytest.raises(RuntimeError, match="dtype"):
+            F.linear(rand(3, 64).double(), weight.to(torch.float32))
+        assert torch.is_autocast_enabled("cpu")
+
+
 def test_an_embedding_never_decodes_its_table(monkeypatch):
     shapes, decode = [], tt.Affine.decode
     monkeypatch.setattr(tt.Affine, "decode", lambda s, p, shape, d: shapes.append(shape) or decode(s, p, shape, d))

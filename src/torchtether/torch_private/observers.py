@@ -42,15 +42,10 @@ def set_function_modes(modes: Sequence[Any]) -> None:
 def is_observed() -> bool:
     """Return whether ops must go through torch's dispatcher, because a mode, trace or transform acts on them.
 
-    There is no public way to ask for the active modes, nor for the level of ``torch.func`` or of forward AD.
+    There is no public way to ask for the active modes, nor for the level of ``torch.func`` or of forward AD. Autocast
+    is not among them: it casts arguments of products, and ``ops/linear.py`` does that itself.
     """
-    return (
-        _count_modes() > 0
-        or _level() is not None
-        or _forward_ad._current_level >= 0
-        or _is_autocasting()
-        or is_tracing()
-    )
+    return _count_modes() > 0 or _level() is not None or _forward_ad._current_level >= 0 or is_tracing()
 
 
 _forward_ad = torch.autograd.forward_ad
@@ -100,7 +95,8 @@ is_tracing: Callable[[], bool] = torch._C._is_tracing
 """Return whether ``torch.jit.trace`` is tracing; it sees torch's own ops only."""
 
 WATCHED = (_count_modes, _level, _is_autocasting, is_tracing)
-"""The functions that ``is_observed`` calls, for compiled code; it also reads the level of forward AD."""
+"""Functions for compiled code, which leaves calls to Python if one of them tells of an observer or of autocast; it also
+reads the level of forward AD."""
 
 
 @contextmanager

@@ -66,7 +66,7 @@ inline bool is_as_it_lies(PyObject* object, int64_t* cdata) {
     return answer.object == Py_False;
 }
 
-// `is_observed` of torch_private/observers.py.
+// `is_observed` of torch_private/observers.py, or autocast, which casts arguments of products.
 inline bool is_observed() {
     const struct { PyObject *asked, *answer; } questions[] = {
         {known.modes, known.zero}, {known.level, Py_None}, {known.casts, Py_False}, {known.traces, Py_False}};

@@ -7,20 +7,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...geometry.blocks import STOCK
 from ...torch_private.observers import is_observed, is_tracing
 from ...torch_private.tensors import as_plain
 from ..dispatch import FOLDS, SHORTCUTS, rule
 from ..products import cpu, rounding
+from ..products.layout import DTYPES
 from ..weight import Weight
 from .product import by_parts, decoded_linear, is_batch, is_strided, plain_linear, records_graph, traced
+
+aten = torch.ops.aten
 
 
 @rule(torch.nn.functional.linear)
 def linear(op: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return ``input @ weight.T + bias``.
 
-    Where a graph is recorded, autograd runs on the Weight itself: it saves the Weight, not its values, and lets the
-    gradient of ``input`` through whether or not the Weight is frozen.
+    Where a graph is recorded, it holds the Weight, not its values, and lets the gradient of ``input`` through whether
+    or not the Weight is frozen.
     """
     if not isinstance(weight, Weight):
         return plain_linear(op, input, weight, bias)
@@ -28,7 +32,12 @@ def linear(op: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None) -
     if observed and is_tracing():
         kind, values = weight.spec.activations, traced(weight)
         return plain_linear(op, input if kind is None else rounding.rounded(input, kind), values, bias)
+    if not observed and torch.is_autocast_enabled(weight.device.type):
+        return _under_autocast(op, input, weight, bias)
     if records_graph(input, weight, bias):
+        if not observed and _is_plain(input, weight, bias):
+            product: Tensor = _FrozenLinear.apply(input.flatten(0, -2), weight, bias)
+            return product if input.dim() == 2 else product.view(*input.shape[:-1], weight.shape[0])
         return plain_linear(op, input, weight, bias)
     if not observed:
         made = by_parts(weight, input, bias)
@@ -37,6 +46,54 @@ def linear(op: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None) -
             return made
     input, bias = (t.values_of() if isinstance(t, Weight) else t for t in (input, bias))  # type: ignore[assignment]
     return decoded_linear(op, input, weight, bias)
+
+
+def _under_autocast(op: Any, input: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
+    """Cast the arguments as autocast does, then multiply without it."""
+    kind = weight.device.type
+    dtype, given = torch.get_autocast_dtype(kind), [t for t in (input, weight, bias) if t is not None]
+    if not all(isinstance(t, Tensor) and t.dtype in DTYPES and t.device.type == kind for t in given):
+        return plain_linear(op, input, weight, bias)
+    if weight.requires_grad and weight.dtype is not dtype:
+        return plain_linear(op, input, weight, bias)  # autocast remembers such a cast
+    torch.set_autocast_enabled(kind, False)
+    try:
+        return linear(op, *(t.to(dtype) for t in given))  # type: ignore[no-any-return]
+    finally:
+        torch.set_autocast_enabled(kind, True)
+
+
+def _is_plain(input: Tensor, weight: Weight, bias: Tensor | None) -> bool:
+    """Return whether ``_FrozenLinear`` takes the arguments."""
+    spec = weight._spec
+    if weight.requires_grad or spec.scheme.transparent or len(spec.shape) != 2 or not spec.is_contiguous:
+        return False
+    if type(input) not in STOCK or input.dtype is not spec.dtype or input.dim() < 2:
+        return False
+    if input.layout is not torch.strided or input.is_nested:
+        return False
+    return bias is None or (type(bias) in STOCK and bias.shape == spec.shape[:1])
+
+
+class _FrozenLinear(torch.autograd.Function):
+    """The product of a matrix with a Weight that does not require grad.
+
+    Torch's own graph of it would hold a transposed Weight, which costs four turns through Python to make and to use.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(weight.detach())  # so that the graph does not keep the Parameter from being exchanged
+        made = by_parts(weight, input, bias)
+        if made is None:
+            made = decoded_linear(torch.nn.functional.linear, input, weight, bias)
+        return aten._unsafe_view(made, made.shape) if made._is_view() else made  # ops in place refuse a Function's view
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, Tensor | None]:  # type: ignore[override]
+        (weight,) = ctx.saved_tensors
+        of_input = torch.mm(grad, weight) if ctx.needs_input_grad[0] else None
+        return of_input, None, grad.sum(0) if ctx.needs_input_grad[2] else None
 
 
 @rule(torch.matmul, Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__)
