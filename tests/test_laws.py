@@ -94,6 +94,35 @@ def _through_torch_save(value):
     return torch.load(buffer, weights_only=True)
 
 
+@pytest.fixture
+def defaults():
+    yield
+    torch.set_default_device(None)
+    torch.set_default_dtype(torch.float32)
+
+
+@each_scheme
+@pytest.mark.parametrize("device", [None, "meta"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_codes_do_not_depend_on_default_device_and_dtype(row, device, dtype, defaults):
+    values = filled((64, 256), torch.float32, "normal", 0)  # enough for every loop
+    expected, x = tt.Weight.encode(values, row.scheme), filled((2, 256), torch.float32, "normal", 1)
+    product, shown = torch.nn.functional.linear(x, expected), expected.dequantize()
+    torch.set_default_device(device)
+    torch.set_default_dtype(dtype)
+    made = tt.Weight.encode(values, row.scheme)
+    assert _same(made, expected)
+    assert _same_bits(made.dequantize(), shown)
+    assert _same_bits(torch.nn.functional.linear(x, made), product)
+
+
+@each_scheme
+def test_values_under_the_negative_bit_are_encoded(row):
+    values = filled((64, 256), torch.float32, "normal", 0)
+    made, expected = (tt.Weight.encode(given, row.scheme).dequantize() for given in (torch._neg_view(values), -values))
+    assert torch.equal(made, expected)
+
+
 @each_scheme
 @pytest.mark.parametrize("send", [copy.deepcopy, _through_pickle, _through_torch_save], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("requires_grad", [False, True])

@@ -18,6 +18,7 @@ from torchtether import compiled
 from torchtether.weights import weight as weight_module
 from torchtether.weights.ops import product
 from torchtether.weights.products import rounding
+from torchtether.weights.spec import ACTIVATIONS
 
 EPS = {torch.float32: 1e-5, torch.float64: 1e-12, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 both = pytest.mark.parametrize("to", ["int8", "float8"])
@@ -286,6 +287,39 @@ def test_exported_and_traced_programs_round(to):
     assert not any("torchtether" in str(node.target) for node in program.run_decompositions().graph.nodes)
     with torch.no_grad():
         torch.testing.assert_close(torch.jit.trace(layer, x)(x), layer(x))
+
+
+@pytest.mark.parametrize("to", ACTIVATIONS)
+def test_experts_round_or_refuse(to):
+    """Blocks of nested nf4 cross these matrices. A use without a transpose would round gradients, not inputs."""
+    model = nn.ParameterDict({"experts": gaussian(3, 48, 128)})
+    tt.quantize(model, {"experts": tt.nf4(True)}).requires_grad_(False)
+    rows, offs = gaussian(9, 128).requires_grad_(), torch.tensor([3, 5, 9], dtype=torch.int32)
+    plain = F.grouped_mm(rows, model["experts"].transpose(1, 2), offs=offs)
+    tt.quantize_activations(model, to, only="experts")
+    made = F.grouped_mm(rows, model["experts"].transpose(1, 2), offs=offs)
+    values = model["experts"].dequantize().double()
+    x = (rounded if to in ("int8", "float8") else rounded_in_blocks)(rows.detach(), to).double()
+    expected = torch.cat([x[a:b] @ values[i].t() for i, (a, b) in enumerate([(0, 3), (3, 5), (5, 9)])])
+    assert error(made, expected) < 1e-4
+    up = gaussian(9, 48)
+    one, two = (torch.autograd.grad(out, rows, up)[0] for out in (plain, made))
+    torch.testing.assert_close(one, two)
+    for call in (F.grouped_mm, torch.compile(F.grouped_mm, backend="aot_eager")):
+        with pytest.raises(Exception, match="multiplied without a transpose, cannot round their inputs"):
+            call(gaussian(9, 48), model["experts"], offs=offs)
+
+
+@pytest.mark.parametrize("scheme", [tt.int8(), tt.nf4()], ids=["int8", "nf4"])
+@pytest.mark.parametrize("to", ACTIVATIONS)
+def test_sums_of_float16_are_scaled_before_they_are_rounded(scheme, to):
+    layer = nn.Linear(1024, 8, bias=False).half()
+    nn.init.constant_(layer.weight, 100.0)
+    tt.quantize_activations(tt.quantize(layer, scheme), to)
+    for rows in (1, 4, 64):
+        with torch.no_grad():
+            made = layer(torch.full((rows, 1024), 0.01, dtype=torch.float16))
+        assert (made / 1024 - 1).abs().max() < 0.2
 
 
 @both

@@ -5,6 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import torchtether as tt
 from tests.schemes import laws
 from tests.strategies import examples
 from torchtether.errors import SchemeError
@@ -26,6 +27,10 @@ SCHEMES = (
     Biased(2, (1, 8), BF16, BF16),
     Biased(1, (1, 8)),
     Biased(4, (None, None), FP16, FP16, bias_first=True),
+    Biased(6, (1, 8), FP16, bias_first=True),
+    Biased(8, (4, 8), FP32, BF16),
+    Biased(5, (1, 128), FP32, FP16, bias_first=True),
+    Biased(4, (1, 64), BF16, FP16),
     Biased(4, (1, 16), fit="mse"),
     Biased(3, (1, 16), BF16, BF16, fit="hqq"),
 )
@@ -175,3 +180,19 @@ def test_a_range_beyond_its_dtypes_is_refused():
         Biased(arithmetic=FP16).encode(w)
     with pytest.raises(SchemeError, match="does not fit float16"):
         Biased(scale_dtype=FP16).encode(w * 1e9)
+
+
+@pytest.mark.parametrize(
+    "scheme", [Biased(4, (1, 64), FP16, bias_first=True), Biased(8, (1, 32), FP16, bias_first=True)]
+)
+def test_a_bias_in_units_of_the_scale_fits(scheme):
+    """Where the values of a block are nearly equal, its scale is small, and the bias counts in units of it."""
+    for values in (torch.ones(2, 64), 1 + 1e-3 * torch.rand(2, 64), 1e-3 * torch.ones(2, 64)):
+        made = tt.Weight.encode(values, scheme)
+        assert ((made.dequantize() - values).abs() <= scheme.bound(dict(made.parts), (2, 64))).all()
+        assert torch.isfinite(made.clone().fill_(0.5).dequantize()).all()
+
+
+def test_a_bias_that_does_not_fit_is_an_error():
+    with pytest.raises(SchemeError, match=r"a bias of 1e\+05 does not fit float16"):
+        tt.Weight.encode(torch.full((2, 32), 1e5), Biased(4, (1, 32), FP16))

@@ -816,9 +816,12 @@ BATCHES = {
     "every other": lambda x: x.view(3, 2, 256)[::2],
     "four": lambda x: x.view(1, 2, 3, 256).transpose(1, 2),
     "none": lambda x: x.view(2, 3, 256).transpose(0, 1)[:, :0],
+    "the last of one": lambda x: x.view(1, 6, 256)[:, -1:],
+    "one beside one": lambda x: x.view(6, 1, 256).transpose(0, 1),
 }
 PRODUCTS = {
     "linear": lambda x, weight: F.linear(x, weight, torch.ones(24).requires_grad_()),
+    "linear without bias": lambda x, weight: F.linear(x, weight),
     "matmul": lambda x, weight: torch.matmul(x, weight.t()),
     "@": lambda x, weight: x @ weight.t(),
     "weight first": lambda x, weight: weight @ x.transpose(-1, -2),

@@ -19,10 +19,13 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
 def can_read(values: Tensor) -> bool:
-    """Return whether the loops are available and can read the memory of ``values``."""
+    """Return whether the loops are available and can read the memory of ``values``.
+
+    New tensors here name their device and dtype: a caller may have set another default.
+    """
     if library_for(values) is None or values.dtype not in DTYPES or not values.is_contiguous():
         return False
-    return values.numel() > 0 and values.data_ptr() % values.itemsize == 0
+    return values.numel() > 0 and values.data_ptr() % values.itemsize == 0 and not values.is_neg()
 
 
 def is_at_hand(*tensors: Tensor) -> bool:
@@ -48,7 +51,7 @@ def magnitudes(x: Tensor, width: int) -> Tensor | None:
     if library is None or not can_read(x):
         return None
     rows, columns = x.shape
-    out = torch.empty((rows, -(-columns // width)), dtype=torch.float32)
+    out = torch.empty((rows, -(-columns // width)), dtype=torch.float32, device="cpu")
     library.magnitudes(x.data_ptr(), DTYPES[x.dtype], rows, columns, width, out.data_ptr())
     return out
 
@@ -62,7 +65,7 @@ def extremes(x: Tensor, width: int) -> tuple[Tensor, Tensor] | None:
     if library is None or not can_read(x):
         return None
     rows, columns = x.shape
-    low, high = (torch.empty((rows, -(-columns // width)), dtype=torch.float32) for _ in range(2))
+    low, high = (torch.empty((rows, -(-columns // width)), dtype=torch.float32, device="cpu") for _ in range(2))
     library.extremes(x.data_ptr(), DTYPES[x.dtype], rows, columns, width, low.data_ptr(), high.data_ptr())
     return low, high
 
@@ -102,7 +105,7 @@ def encode_biased(
     if library is None or not can_read(x):
         return None
     (by, stride), its = _one_per_run(scale), _one_per_run(bias)[0]
-    codes = torch.empty(x.shape, dtype=torch.uint8)
+    codes = torch.empty(x.shape, dtype=torch.uint8, device="cpu")
     library.encode_biased(
         *(x.data_ptr(), DTYPES[x.dtype], 0, *x.shape, width, by.data_ptr(), its.data_ptr(), stride),
         *(bias_first, top, reach, DTYPES[scale.dtype], codes.data_ptr()),
@@ -117,7 +120,8 @@ def fit_biased(
     library = library_for(x, scale)
     if library is None or not can_read(x):
         return None
-    moved, by, rounds = bias.to(torch.float32, copy=True), scale.float().contiguous(), torch.tensor(weights)
+    moved, by = bias.to(torch.float32, copy=True), scale.float().contiguous()
+    rounds = torch.tensor(weights, dtype=torch.float32, device="cpu")
     library.fit_biased(
         *(x.data_ptr(), DTYPES[x.dtype], 0, *x.shape, width, by.data_ptr(), moved.data_ptr()),
         *(bias_first, top, DTYPES[bias.dtype], rounds.data_ptr(), len(rounds)),
@@ -159,8 +163,8 @@ def encode_nearest(
     if library is None or not can_read(x) or codes.stride(-1) != 1 or len(thresholds) > (7 if order is None else 15):
         return False
     scale, stride = _one_per_run(scale)
-    edges = torch.tensor(thresholds, dtype=torch.float32)
-    names = torch.tensor([*(order or range(16)), *[0] * 16][:16], dtype=torch.uint8)
+    edges = torch.tensor(thresholds, dtype=torch.float32, device="cpu")
+    names = torch.tensor([*(order or range(16)), *[0] * 16][:16], dtype=torch.uint8, device="cpu")
     library.encode_nearest(
         *(x.data_ptr(), DTYPES[x.dtype], *x.shape, width, scale.data_ptr(), stride, divides, order is None),
         *(edges.data_ptr(), len(thresholds), names.data_ptr(), codes.data_ptr(), codes.stride(0)),

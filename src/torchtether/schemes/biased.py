@@ -16,7 +16,7 @@ from .bits import pack_into, unpack
 from .blocked import Blocked
 from .blocks import Block, Grid, check_block, check_finite, code_part, grid_over
 from .looking import is_true
-from .scales import cover_scale, divide, rounded_off, store_scale
+from .scales import cover_scale, divide, rounded_off, smallest_scale, store_scale
 from .scheme import Part, Parts
 from .search import FITS, SMALLEST, half_quadratic, least_squares
 from .stochastic import USED
@@ -106,9 +106,9 @@ class Biased(Blocked):
         decoded = self.decode(parts, shape, torch.float32).abs()
         unit = step.abs() if self.bias_first else torch.ones_like(step)
         between = decoded / torch.where(step == 0, 1.0, step.abs()) if self.bias_first else (decoded + bias.abs())
-        lost = (
-            rounded_off(step.abs(), self.scale_dtype) * self._steps + rounded_off(bias.abs(), self.scale_dtype) * unit
-        )
+        lost = torch.zeros_like(step)
+        for dtype in {self.scale_dtype, self.arithmetic}:  # decoding rounds scale and bias once more
+            lost += rounded_off(step.abs(), dtype) * self._steps + rounded_off(bias.abs(), dtype) * unit
         rounded = rounded_off(between, self.arithmetic) * unit + rounded_off(decoded, self.arithmetic)
         if self.fit != "range":  # values at the end codes may have been clipped by the search
             codes = unpack(parts["qdata"].reshape(grid.rows, -1), self.bits, grid.columns).view(shape)
@@ -177,10 +177,22 @@ class Biased(Blocked):
 
     def _fitted(self, low: Tensor, high: Tensor, extent: Tensor) -> dict[str, Tensor]:
         """Return scale and bias for blocks from ``low`` to ``high`` whose magnitudes are at most ``extent``."""
-        finest = extent * (torch.finfo(self.arithmetic).eps / 2)
-        scale = store_scale(torch.maximum(divide(high - low, self._steps), finest), extent, self.scale_dtype)
-        bias = low / scale.float() if self.bias_first else low
-        return {"scale": scale, "bias": (bias + 0.0).to(self.scale_dtype)}  # + 0.0: the lowest value may be -0
+        finest = torch.finfo(self.arithmetic).eps / 2
+        if self.bias_first:  # the bias, in units of the scale, must fit, also after the scale is rounded
+            finest = max(finest, 2 / torch.finfo(self.scale_dtype).max)
+        scale = torch.maximum(divide(high - low, self._steps), extent * finest)
+        scale = store_scale(scale.clamp_min(smallest_scale(self.arithmetic)), extent, self.scale_dtype)
+        return {"scale": scale, "bias": self._bias(low / scale.float() if self.bias_first else low)}
+
+    def _bias(self, bias: Tensor) -> Tensor:
+        """Return ``bias`` as it is stored. Raise SchemeError if it is too large for that."""
+        stored = (bias + 0.0).to(self.scale_dtype)  # + 0.0: the lowest value may be -0
+        if not is_true(torch.isfinite(stored).all(), unseen=True):
+            raise SchemeError(
+                f"a bias of {float(bias.abs().max()):.4g} does not fit {dtype_name(self.scale_dtype)}",
+                fix="Use scale_dtype=torch.float32.",
+            )
+        return stored
 
     def _ends(self, grid: Grid, parts: Parts) -> tuple[Tensor, Tensor]:
         scale, bias = (parts[name].to(self.arithmetic) for name in ("scale", "bias"))
@@ -196,7 +208,7 @@ class Biased(Blocked):
         slack = extent * (torch.finfo(self.scale_dtype).eps + 2 * torch.finfo(self.arithmetic).eps)
         scale = cover_scale(divide(high - low + 2 * slack, self._steps), extent, self.scale_dtype)
         bias = (low - slack) / scale.float() if self.bias_first else low - slack
-        return {"scale": scale, "bias": torch.where(extent > 0, bias, 0.0).to(self.scale_dtype)}
+        return {"scale": scale, "bias": self._bias(torch.where(extent > 0, bias, 0.0))}
 
     def _between(self, grid: Grid, x: Tensor, parts: Parts, start: int, stop: int) -> tuple[Tensor, Tensor]:
         x, scale, bias = grid.align(x, *self._numbers(grid, parts, start, stop))

@@ -18,8 +18,8 @@ from ...geometry.views import Shape
 from ...schemes import ColumnScaled, Scheme
 from ...schemes.column_scaled import COLUMNS
 from ...torch_private.observers import is_observed
-from ...torch_private.tensors import is_fake
-from ..dispatch import rule
+from ...torch_private.tensors import as_plain, is_fake
+from ..dispatch import FOLDS, rule
 from ..products import chunks, fitting, gpu, rounding, scaled_mm
 from ..products.layout import Layout, layout_of
 from ..weight import Weight
@@ -66,6 +66,21 @@ def grouped_mm(
     return _product(rows, base, offs, is_transposed)
 
 
+@rule(torch._grouped_mm)
+def experts(op: Any, rows: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Refuse to round inputs for matrices that are used as they lie: autograd would round its gradients instead."""
+    if isinstance(weight, Weight) and weight.spec.activations is not None and weight.spec.is_contiguous:
+        raise UnsupportedOpError(
+            f"experts of shape {tuple(weight.shape)}, multiplied without a transpose, cannot round their inputs",
+            fix="Call tt.quantize_activations(model, None, only=...) for them.",
+        )
+    with as_plain():
+        return op(rows, weight, *args, **kwargs)  # type: ignore[no-any-return]
+
+
+FOLDS[torch._grouped_mm] = experts
+
+
 def _plain(op: Any, rows: Tensor, weight: Tensor, *others: Any) -> Tensor:
     values = (one.values_of() if isinstance(one, Weight) else one for one in (rows, weight, *others))
     return op(*values)  # type: ignore[no-any-return]
@@ -94,7 +109,8 @@ def _one(rows: Tensor, base: Weight, group: int, is_transposed: bool, scratch: T
     try:
         matrix = select(aten.select.int, base, 0, group)
     except UnsupportedOpError:  # two matrices share a block of the scheme
-        values = base.values_of()[group]
+        values, kind = base.values_of()[group], base.spec.activations
+        rows = rounding.rounded(rows, kind) if kind is not None and is_transposed else rows
         return rows @ (values.t() if is_transposed else values)
     layout = None if is_observed() else matrix.kernel_layout
     if is_transposed and not is_observed():

@@ -14,7 +14,7 @@ from ..dispatch import FOLDS, SHORTCUTS, rule
 from ..products import cpu, rounding
 from ..products.layout import DTYPES
 from ..weight import Weight
-from .product import by_parts, decoded_linear, is_batch, is_strided, plain_linear, records_graph, traced
+from .product import by_parts, decoded_linear, is_batch, plain_linear, records_graph, traced
 
 aten = torch.ops.aten
 
@@ -104,7 +104,7 @@ def matmul(op: Any, first: Any, second: Any, **kwargs: Any) -> Any:
             op, first, second = torch.matmul, second, first
         if not kwargs and _is_matrix(second) and is_batch(first):
             return op(first.flatten(0, -2), second).view(*first.shape[:-1], second.shape[1])
-        if not kwargs and _is_matrix(first) and is_strided(second):
+        if not kwargs and _is_matrix(first) and is_batch(second):
             columns = second.transpose(-1, -2)  # A @ B = (B.T @ A.T).T, so the rows of B.T make one matrix
             return op(columns.flatten(0, -2), first.t()).view(*columns.shape[:-1], first.shape[0]).transpose(-1, -2)
         return op(first, second, **kwargs)

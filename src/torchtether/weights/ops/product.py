@@ -69,11 +69,10 @@ def plain_linear(op: Any, input: Tensor, weight: Tensor, bias: Tensor | None = N
 
 
 def is_batch(x: Any) -> bool:
-    """Return whether torch would repeat a Weight for each matrix of ``x`` rather than make ``x`` one matrix."""
-    return is_strided(x) and not x.is_contiguous()
+    """Return whether torch may repeat a Weight for each matrix of ``x`` rather than make ``x`` one matrix.
 
-
-def is_strided(x: Any) -> bool:
+    It does for some strides, also of dimensions of size 1.
+    """
     is_plain = isinstance(x, Tensor) and not isinstance(x, Weight) and not x.is_nested
     return is_plain and x.layout is torch.strided and x.dim() > 2
 
@@ -156,7 +155,7 @@ def rounded_linear(op: Any, x: Tensor, weight: Weight, bias: Tensor | None) -> T
         x = rounding.rounded(x, kind) if fits else x  # torch promotes, or raises its own error
         return plain_linear(op, x, exact.values_of(), bias)
     units, scale = rounding.units_of(x, kind)
-    if chunks.is_slow(x):
+    if chunks.is_slow(x) or x.dtype is torch.float16:  # sums of float16, not scaled yet, may be infinite
         units, wide = units.float(), exact.to(torch.float32)
         assert isinstance(wide, Weight)
         exact = wide
