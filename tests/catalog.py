@@ -385,6 +385,12 @@ FUNCTIONS: dict[Any, Sample] = {
     torch.Tensor.__matmul__: _call(rand(2, 3, ROWS), W),
     torch.Tensor.__rmatmul__: _call(W, rand(3, ROWS)),
     torch.einsum: _call("bi,oi->bo", rand(3, COLUMNS), W),
+    torch._grouped_mm: _call(rand(3, COLUMNS), lambda w: w.unsqueeze(0).transpose(1, 2), offs=torch.tensor([3]).int()),
+    F.multi_head_attention_forward: _call(
+        *(rand(2, 1, ROWS), rand(3, 1, COLUMNS), rand(3, 1, COLUMNS), ROWS, 1, None, None, None, None, False, 0.0),
+        *(rand(ROWS, ROWS), rand(ROWS)),
+        **{"use_separate_proj_weight": True, "q_proj_weight": rand(ROWS, ROWS), "k_proj_weight": W, "v_proj_weight": W},
+    ),
     torch.Tensor.module_load: _call(W, rand(ROWS, COLUMNS)),
     torch.Tensor.data.__set__: _call(lambda w: w.clone(), W),
     torch.Tensor.data_ptr: _call(lambda w: w.to("meta")),  # elsewhere it differs from the plain tensor's

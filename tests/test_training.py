@@ -385,3 +385,15 @@ def test_an_op_of_another_library_writes_to_a_weight(scheme):
     gap = 2 * scheme.bound(weight.parts, tuple(weight.shape)).max()
     assert (weight.dequantize() - before / 2 + 1e-3).abs().max() <= gap
     assert (weight.dequantize() - before / 2 + 1e-3).mean().abs() <= gap / 8
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize("scheme", ["int8", tt.Plain()], ids=["int8", "plain"])
+def test_a_step_is_compiled_with_graph_breaks(scheme, foreach):
+    torch._dynamo.reset()
+    layer = tt.quantize(torch.nn.Linear(64, 64), {"weight": scheme})
+    optimizer, before = torch.optim.AdamW(layer.parameters(), 1e-2, foreach=foreach), layer.weight.dequantize().detach()
+    layer(torch.ones(1, 64)).sum().backward()
+    torch.compile(lambda: optimizer.step(), backend="eager")()
+    assert not torch.equal(layer.weight.dequantize(), before)
+    torch.compile(lambda: torch.nn.utils.clip_grad_norm_(layer.parameters(), 1.0), backend="eager")()

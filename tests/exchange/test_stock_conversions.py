@@ -266,3 +266,23 @@ def test_sparse_parameters_are_not_torn(sparse):
     values = held.coalesce().values() if held.layout == torch.sparse_coo else held.values()
     assert weight.dtype == values.dtype == torch.float64
     assert torch.equal(held.to_dense(), torch.eye(4, dtype=torch.float64))
+
+
+class Grid(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("freqs", torch.arange(4.0))
+        self.register_buffer("grid", self.freqs.expand(3, 4), persistent=False)
+
+
+@pytest.mark.parametrize(
+    "change", [nn.Module.double, lambda model: model.load_state_dict(model.state_dict(), assign=True)]
+)
+def test_a_tie_by_an_expanded_buffer_survives(change):
+    model = Grid()
+    with swapping(model):
+        change(model)
+    (tie,) = find_ties(model)
+    assert tie.names == ("freqs", "grid")
+    assert model.grid.stride(0) == 0
+    assert torch.equal(model.grid, torch.arange(4.0, dtype=model.freqs.dtype).expand(3, 4))

@@ -244,3 +244,26 @@ def test_a_state_dict_may_lack_a_turned_alias_of_a_weight(assign, scheme):
     assert torch.equal(model.weight.dequantize(), expected)
     assert torch.equal(model.alias.dequantize(), expected.t())
     assert [tie.names for tie in tt.find_ties(model)] == [("weight", "alias")]
+
+
+class Turned(nn.Module):
+    """A linear layer, and a buffer that no state dict has, over the memory of its weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(8, 4)
+        self.register_buffer("turned", self.lin.weight.detach().t(), persistent=False)
+
+
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_an_alias_that_no_state_dict_has_follows_its_owner(device, dtype):
+    source = Turned().to(dtype)
+    with torch.device(device):
+        model = Turned()
+    ties = geometry(model)
+    with swapping(model):
+        model.load_state_dict(source.state_dict(), assign=True)
+    assert geometry(model) == ties != []
+    assert torch.equal(model.turned, source.lin.weight.t())
+    assert model.turned.dtype == model.lin.weight.dtype == dtype

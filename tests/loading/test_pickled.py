@@ -283,3 +283,16 @@ def test_mutated_bytes_are_one_error_or_a_checkpoint(tmp_path):
         except tt.CheckpointError as error:
             assert "\n" not in str(error)
     assert 0 < opened < 300
+
+
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+@pytest.mark.parametrize(
+    "cut", [lambda t: t[:, :4], lambda t: t[:, ::2], lambda t: t.t()[:4].t()], ids=["half", "odd", "turned"]
+)
+def test_tensors_with_gaps_are_loaded(tmp_path, device, cut):
+    weight = cut(torch.randn(8, 8))
+    torch.save({"weight": weight, "bias": torch.ones(8)}, tmp_path / "x.pt")
+    model = torch.nn.Linear(4, 8, device=device)
+    tt.load(model, tmp_path / "x.pt")
+    assert torch.equal(model.weight, weight)
+    assert model.weight.untyped_storage().nbytes() == 4 * 32

@@ -443,3 +443,18 @@ def test_materializing_inside_autocast_is_seen_at_once():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         tt.materialize(model, init=init)
         assert model(torch.ones(1, 2)).tolist() == [[18.0, 18.0]]
+
+
+@pytest.mark.parametrize("way", ["load", "mmap", "plan"])
+def test_a_spectral_norm_on_meta_is_computed_after_the_load(tmp_path, way):
+    source, x = nn.utils.spectral_norm(nn.Linear(4, 4)), torch.randn(3, 4)
+    tt.save(source, tmp_path / "x.safetensors")
+    with torch.device("meta"):
+        model = nn.utils.spectral_norm(nn.Linear(4, 4))
+    if way == "plan":
+        tt.plan_load(model, tmp_path / "x.safetensors").apply()
+    else:
+        tt.load(model, tmp_path / "x.safetensors", mmap=way == "mmap")
+    assert not model.weight.is_meta
+    source.eval(), model.eval()
+    torch.testing.assert_close(model(x), source(x))

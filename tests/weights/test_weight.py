@@ -207,6 +207,59 @@ def test_recurrent_modules_run_with_quantized_weights():
     torch.testing.assert_close(lstm(x)[0], twin(x)[0])
 
 
+ATTENTION = {
+    "one": (dict(), ["in_proj_weight"]),
+    "three": (dict(kdim=32, vdim=16), ["q_proj_weight", "k_proj_weight", "v_proj_weight"]),
+}
+
+
+@pytest.mark.parametrize(("more", "names"), ATTENTION.values(), ids=ATTENTION)
+@pytest.mark.parametrize("batch_first", [False, True])
+@pytest.mark.parametrize("grad", [False, True])
+def test_attention_runs_with_quantized_weights(more, names, batch_first, grad):
+    module = torch.nn.MultiheadAttention(64, 4, batch_first=batch_first, **more).eval().requires_grad_(False)
+    tt.quantize(module, {**dict.fromkeys(names, "int8"), "out_proj.weight": "int8"})
+    twin = tt.dequantize(copy.deepcopy(module))
+    given = [rand(2, 5, size) for size in (64, more.get("kdim", 64), more.get("vdim", 64))]
+    given[0].requires_grad_(grad)
+    made, expected = (one(*given)[0] for one in (module, twin))
+    torch.testing.assert_close(made, expected)
+    if grad:
+        one, two = (torch.autograd.grad(out.square().sum(), given[0])[0] for out in (made, expected))
+        torch.testing.assert_close(one, two)
+
+
+def test_attention_rounds_inputs_where_that_is_set():
+    module = torch.nn.MultiheadAttention(64, 4).eval().requires_grad_(False)
+    tt.quantize(module, {"in_proj_weight": "int8"})
+    x = rand(5, 2, 64)
+    exact = module(x, x, x)[0]
+    tt.quantize_activations(module, "mxfp4", only="in_proj_weight")
+    assert not torch.equal(module(x, x, x)[0], exact)
+
+
+def test_compiled_code_never_mistakes_rows():
+    """Torch rebuilds views that are outputs from their offset. A Weight has none, but its tensor has if it is Plain."""
+    plain = weight_of(tt.Plain())
+    for take in (lambda w: w[4:6], lambda w: w.chunk(4)[1], lambda w: w[5], lambda w: w[2:].t()):
+        compiled = torch.compile(take, backend="aot_eager")
+        for given in (plain, plain[3:]):
+            torch._dynamo.reset()  # of sizes that change torch itself makes no such views
+            assert torch.equal(compiled(given).dequantize(), take(given).dequantize())
+        with pytest.raises(tt.UnsupportedOpError, match="as_strided"):
+            compiled(weight_of())
+    assert torch.equal(plain[3:].as_strided((2, 64), (64, 1)).dequantize(), plain[3:5].dequantize())
+
+
+@pytest.mark.parametrize("make", [weight_of, lambda: weight_of(tt.Plain()), lambda: Halves(torch.ones(16, 64))])
+def test_compiled_code_reads_attributes(make):
+    torch._dynamo.reset()
+    weight = make()
+    for read in (lambda w: w.T, lambda w: w.grad, lambda w: w.is_leaf, lambda w: w._version, lambda w: w.itemsize):
+        made = torch.compile(read, backend="eager")(weight)
+        assert torch.equal(made, read(weight)) if isinstance(made, torch.Tensor) else made == read(weight)
+
+
 def test_autocast_computes_in_the_asked_dtype():
     weight = torch.nn.Parameter(weight_of(), requires_grad=False)
     with torch.autocast("cpu", torch.bfloat16):

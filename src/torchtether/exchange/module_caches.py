@@ -62,10 +62,12 @@ class Caches:
         for module, attribute, compute, _ in self._parked:  # not forgotten: a rollback may ask once more
             with torch.enable_grad(), suppress(RuntimeError) if is_partial else nullcontext():
                 module.__dict__[attribute] = compute(module)
-        for module, attribute, _, source in self._computed:
+        for module, attribute, compute, source in self._computed:
             cached, held = module.__dict__.get(attribute), getattr(module, source, None)
             if isinstance(cached, Tensor) and isinstance(held, Tensor) and cached.grad_fn is None:
-                module.__dict__[attribute] = cached.to(held.device, held.dtype)
+                has_values = held.is_meta or not cached.is_meta
+                made = cached.to(held.device, held.dtype) if has_values else compute(module).detach()
+                module.__dict__[attribute] = made
         if changed:
             for rnn in self._rnns:
                 renew_flat_weights(rnn)

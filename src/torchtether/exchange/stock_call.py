@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from ..errors import TetherError, TieError
 from ..geometry.blocks import STOCK, blocks_of
-from ..ties.components import Component, split_shared
+from ..ties.components import Component, Member, split_shared
 from ..ties.spans import member_view, plain_values
 from ..torch_private.modules import buffers_of, parameters_of
 from ..torch_private.tensors import base_of, impl_id, reset, seat_hooks, swap_impl
@@ -296,17 +297,23 @@ class StockCall:
         if component.nbytes == 0:
             span = members[0].tensor.detach()
         else:
-            span = self._joined_span(component)
-            for member in sorted(members, key=lambda member: id(member.tensor) in self._given):
+            given = [member for member in members if id(member.tensor) in self._given]
+            sources = given if any(_covers(member, component) for member in given) else members
+            span = self._joined_span(component, sources)
+            for member in sorted(sources, key=lambda member: id(member.tensor) in self._given):
                 plain, part = plain_values(member.tensor).detach(), plain_values(member_view(span, member)).detach()
+                for dim, stride in enumerate(part.stride()):
+                    if stride == 0 and part.shape[dim] > 1:  # torch refuses to write to one element several times
+                        plain, part = plain.narrow(dim, 0, 1), part.narrow(dim, 0, 1)
                 part.copy_(plain)
         for member in members:
             replace(member.tensor, member_view(span, member)).apply()
         for member in members:
             self._check_given(member.tensor, member.names)
 
-    def _joined_span(self, component: Component) -> Tensor:
-        members = component.members
+    def _joined_span(self, component: Component, sources: Sequence[Member] = ()) -> Tensor:
+        """Return new memory of ``component``, of the dtype and device of ``sources``, all members if there are none."""
+        members = sources or component.members
         kinds = {(member.tensor.dtype, member.tensor.device) for member in members}
         mixed = component.dtype is None
         if mixed and all(m.tensor.dtype == m.view.dtype for m in members) and len({device for _, device in kinds}) == 1:
@@ -347,6 +354,11 @@ def same_values(one: Tensor, two: Tensor) -> bool:
         return names == others and all(same_values(getattr(one, name), getattr(two, name)) for name in names)
     one, two = plain_values(one).detach(), plain_values(two).detach()
     return bool(((one == two) | ((one != one) & (two != two))).all())
+
+
+def _covers(member: Member, component: Component) -> bool:
+    """Return whether ``member`` has every element of the shared memory."""
+    return math.prod(member.view.size) * member.view.dtype.itemsize == component.nbytes
 
 
 def _is_joined(component: Component) -> bool:

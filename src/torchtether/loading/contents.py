@@ -217,13 +217,17 @@ def _allocate(step: Step, given: RenamedCheckpoint, dtype: torch.dtype) -> list[
 def _empty(step: Step, member: Member, given: RenamedCheckpoint, dtype: torch.dtype) -> Tensor:
     """Return new memory with the strides that the file records, or else with the model's."""
     held, spec = member.tensor, given.spec(step.sources[0].name)
-    stride = held.stride()
-    if not held.is_contiguous():  # a tensor with gaps becomes dense, in the same order
-        stride = torch.empty_like(torch.empty_strided(held.shape, stride, device="meta")).stride()
-    if not spec.is_contiguous and given.find(step.sources[0].name)[1] is None:
-        stride = spec.stride
+    stride = held.stride() if held.is_contiguous() else _dense(held.shape, held.stride())
+    if given.find(step.sources[0].name)[1] is None:
+        recorded = spec.replace(stride=_dense(spec.shape, spec.stride))
+        stride = stride if recorded.is_contiguous else recorded.stride
     made = allocate(tuple(held.shape), dtype, step.device, stride)
     return held.around(made) if isinstance(held, Weight) else made
+
+
+def _dense(shape: Shape, stride: Shape) -> Shape:
+    """Return strides without gaps, in the order of ``stride``."""
+    return torch.empty_like(torch.empty_strided(shape, stride, device="meta")).stride()
 
 
 # -- encoded, some rows at a time, while they are read ----------------------------------------------------------------

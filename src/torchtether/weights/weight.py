@@ -16,6 +16,7 @@ from .._checks import check_tensor, describe
 from ..errors import ArgumentError, SchemeError, UnsupportedOpError
 from ..schemes import Scheme, same_bits
 from ..torch_private.dispatching import OpOverload, is_composite, is_foreign_write, return_and_correct_aliasing
+from ..torch_private.observers import never_compiled
 from ..torch_private.tensors import any_requires_grad, as_plain, make_wrapper
 from .dispatch import ATTACHED, FOLDS, FOREIGN_WRITES, HOOKS, REFUSED, RULES, SHORTCUTS
 from .exporting import Exporting
@@ -65,10 +66,12 @@ class Weight(Exporting):
             return cls._parameter(parts, requires_grad)
         assert not isinstance(parts, Tensor)
         first = next(iter(parts.values()))
+        offset = first.storage_offset() if spec.scheme.transparent else 0
         # As in torch, a view of a normal tensor is a normal tensor, in inference mode too.
         with torch.inference_mode(first.is_inference()) if torch.is_inference_mode_enabled() else nullcontext():
+            place = {"device": first.device, "storage_offset": offset}
             made: Weight = make_wrapper(
-                cls, spec.shape, strides=spec.stride, dtype=spec.dtype, device=first.device, requires_grad=requires_grad
+                cls, spec.shape, strides=spec.stride, dtype=spec.dtype, requires_grad=requires_grad, **place
             )
         return made
 
@@ -289,6 +292,7 @@ class Weight(Exporting):
         return f"{type(self).__qualname__} {spec} {parts} {self.requires_grad} {self.is_trained} {code}"
 
     @classmethod
+    @never_compiled
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

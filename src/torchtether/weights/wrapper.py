@@ -20,6 +20,7 @@ from ..torch_private.dispatching import (
     tree_map_only,
     written_by,
 )
+from ..torch_private.observers import never_compiled
 from ..torch_private.tensors import as_plain, make_wrapper
 from .inner import empty_storage, from_pickle, to_pickle
 from .spec import WeightSpec, to_base
@@ -201,6 +202,7 @@ class WrapperTensor(Wrapping):
         return cls._wrap(inner, dict(metadata), dtype, outer_size, outer_stride)
 
     @classmethod
+    @never_compiled
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

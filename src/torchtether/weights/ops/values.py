@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ...torch_private.dispatching import has_kernel, schema_of, tree_map_only
+from ...torch_private.tensors import as_plain
 from ..dispatch import rule
 from ..weight import Weight
 from .below_autograd import matrix_product
@@ -36,7 +37,7 @@ READS = """
     _local_scalar_dense cdist _cdist_forward _linalg_svd linalg_qr _linalg_eigh linalg_inv_ex
     linalg_lu_factor_ex _linalg_det linalg_pinv linalg_cross native_layer_norm native_group_norm
     native_batch_norm _fused_rms_norm _weight_norm_interface renorm dist cov bernoulli multinomial
-    native_dropout _embedding_bag _embedding_bag_forward_only mse_loss smooth_l1_loss huber_loss
+    _prelu_kernel native_dropout _embedding_bag _embedding_bag_forward_only mse_loss smooth_l1_loss huber_loss
     binary_cross_entropy _foreach_norm _foreach_add _foreach_sub _foreach_mul _foreach_div _foreach_neg
     _foreach_abs _foreach_sqrt _foreach_addcmul _foreach_addcdiv _foreach_lerp _foreach_maximum _foreach_minimum
     _foreach_clamp_min _foreach_clamp_max _foreach_pow _foreach_max _foreach_reciprocal _foreach_exp
@@ -48,7 +49,7 @@ BACKWARDS = """
     convolution_backward mkldnn_rnn_layer_backward _cdist_backward softplus_backward smooth_l1_loss_backward
     native_layer_norm_backward native_group_norm_backward native_batch_norm_backward mse_loss_backward
     huber_loss_backward leaky_relu_backward hardtanh_backward gelu_backward elu_backward silu_backward
-    _weight_norm_interface_backward
+    _weight_norm_interface_backward _prelu_kernel_backward
 """.split()
 """Ops that autograd calls on the Weights that the ops above saved."""
 
@@ -88,6 +89,18 @@ def einsum(op: Any, *args: Any, **kwargs: Any) -> Any:
     """Run einsum on the decoded values, with gradients: torch would permute and split a Weight before its ``bmm``."""
     args, kwargs = tree_map_only(Weight, Weight.dequantize, (args, kwargs))
     return op(*args, **kwargs)
+
+
+@rule(torch.nn.functional.multi_head_attention_forward, kind="decoded")
+def attention(op: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run it on the decoded values, with gradients: the products inside repeat a Weight for each matrix of a batch."""
+
+    def values(weight: Weight) -> Tensor:
+        return weight.dequantize() if weight.spec.activations is None else weight
+
+    args, kwargs = tree_map_only(Weight, values, (args, kwargs))
+    with as_plain():
+        return op(*args, **kwargs)
 
 
 _warned: set[Any] = set()

@@ -142,9 +142,12 @@ def expand(op: Any, weight: Weight, size: Sequence[int], *, implicit: bool = Fal
 def as_strided(
     op: Any, weight: Weight, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
 ) -> Weight:
-    """Return the Weight itself or its first rows, the two geometries that sharding needs."""
+    """Return the Weight itself or, where sharding has padded it, its first rows.
+
+    Other rows have an offset that a Weight does not tell: compiled code would make its outputs of the first rows.
+    """
     shape = weight.spec.shape
-    is_rows = weight.dim() > 0 and tuple(size[1:]) == shape[1:] and size[0] <= shape[0] and weight.spec.is_contiguous
+    is_rows = is_padded(weight) and tuple(size[1:]) == shape[1:] and size[0] <= shape[0] and weight.spec.is_contiguous
     if (
         storage_offset
         or tuple(stride) != weight.spec.stride
