@@ -8,10 +8,10 @@ from typing import Literal
 from torch import Tensor, nn
 
 from .._checks import as_module
-from ..errors import ArgumentError, ConversionError, RuleError
+from ..errors import ConversionError, RuleError
 from ..ties.names import named_tensors
 from ..torch_private.tensors import local_or_itself
-from ..weights.spec import ACTIVATIONS
+from ..weights.spec import check_activations
 from ..weights.weight import Weight
 from .selection import matched_names
 
@@ -55,9 +55,7 @@ def quantize_activations(
     True
     """
     given, model = model, as_module(model)
-    if to not in (None, *ACTIVATIONS):
-        known = ", ".join(map(repr, ACTIVATIONS))
-        raise ArgumentError(f"is {to!r:.40}, not one of {known} or None", name="to", fix="Give one of them.")
+    check_activations(to, "to")
     dims = (2,) if only is None else (2, 3)
     weights = {name: held for name, held in named_tensors(model).items() if _is_weight(held, dims)}
     if not weights:
