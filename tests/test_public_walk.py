@@ -354,4 +354,4 @@ def test_models_without_anything_to_train_and_optimizers_that_hold_something():
         tt.check_optimizer(nn.Identity(), torch.optim.SGD(pair().parameters()))
     for none in (None, [], ()):
         tt.check_optimizer(nn.Identity(), none)
-        tt.check_optimizer(pair(), none)
+        tt.check_optimizer(pair().requires_grad_(False), none)

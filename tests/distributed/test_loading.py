@@ -286,6 +286,7 @@ def refusals(paths):
         refuses(paths["float"], {"quantize": {"nobody": "nf4"}}, 101),
         refuses(paths["untied"], {"ties": "file"}, 101),
         refuses(paths["untied"], {}, 101),
+        refuses(paths["float"], {"optimizer": torch.optim.SGD(nn.Linear(2, 2).parameters())}, 101),
     ]
 
 
@@ -299,6 +300,20 @@ def test_what_does_not_fit_is_a_fault_on_every_rank(paths, tmp_path):
         assert "nobody: this rule matches no parameter" in said[2]
         assert "ties of a sharded model cannot change" in said[3]
         assert "the checkpoint has other values for it" in said[4]
+        assert "the optimizer holds 2 parameters that the model does not have" in said[5]
+
+
+def keeps(path):
+    """Load into memory, where nothing is exchanged, with an optimizer of an older model."""
+    model, old = build(on_meta=False), build(on_meta=False)
+    before = [parameter.to_local().clone() for parameter in model.parameters()]
+    with pytest.raises(tt.TetherError, match="the optimizer holds"):
+        tt.distributed.load(model, path, optimizer=torch.optim.SGD(old.parameters()))
+    assert all(map(torch.equal, before, [parameter.to_local() for parameter in model.parameters()]))
+
+
+def test_an_optimizer_of_another_model_is_refused_before_tensors_are_filled(paths):
+    spawn(keeps, 2, paths["float"])
 
 
 # -- what torch gets wrong --------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from ..conversion.materializing import forget_recipes
 from ..conversion.selection import Rules
 from ..errors import LoadError
 from ..exchange.exchange import Exchange
+from ..exchange.optimizer_state import check_belongs, optimizers_of
 from ..loading.options import Device, Dtype, LoadOptions, Ties
 from ..loading.plan import LoadPlan, make_plan
 from ..loading.report import LoadReport
@@ -70,6 +71,7 @@ def load(
     Raises:
         CheckpointError: a file is absent or damaged.
         LoadError: the checkpoint does not fit the model, rows cut a block, or another rank failed.
+        OptimizerError: the optimizer belongs to another model.
         ConversionError: something holds a parameter that must be exchanged, such as FSDP2 after its first forward.
 
     >>> import torch, torchtether as tt, tempfile
@@ -144,7 +146,8 @@ class _Sharded:
     """Load a model with DTensors: plan on a shadow of whole tensors, read into a shadow of the local tensors."""
 
     def __init__(self, model: nn.Module, path: Path | str, options: LoadOptions, optimizer: Any) -> None:
-        self._model, self._optimizer = model, optimizer
+        self._model, self._optimizer = model, optimizers_of(optimizer)
+        check_belongs(model, self._optimizer)
         self._held = named_tensors(model)
         self._part = stand_in(model, local_shadow)
         whole = make_plan(stand_in(model, whole_shadow, views=True), path, options)
