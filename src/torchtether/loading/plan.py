@@ -320,7 +320,9 @@ def load(
     A real tensor that keeps dtype and device is filled in place, so all tensors that share its memory see the values.
     Tied names are loaded once; an alias that the file leaves out is not missing. A weight that the file stores
     quantized becomes a ``Weight``. Non-persistent buffers that are real stay as they are. On ``meta`` they are computed
-    from the record of ``tt.on_meta``, read from the file, or computed as transformers does for its models.
+    from the record of ``tt.on_meta``, read from the file, or computed as transformers does for its models. So are, for
+    its models on ``meta``, parameters that no file stores (sinusoidal positions): in ``dtype``, or by default in the
+    dtype that the other parameters take from the file.
 
     For a model of transformers 5, the names and shapes in files of ``save_pretrained`` may differ from the model's:
     without ``rename`` its conversion mapping gives the rules, as in ``torchtether.integrations.transformers_names``.
