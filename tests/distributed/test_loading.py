@@ -290,6 +290,34 @@ def refusals(paths):
     ]
 
 
+def wrong_on_one_rank(path, folder):
+    """Call with arguments that are wrong on rank 1 alone."""
+    said, is_wrong = [], dist.get_rank() == 1
+    model = build(on_meta=False)
+    for call in (
+        lambda: tt.distributed.load(None if is_wrong else model, path),
+        lambda: tt.distributed.load(model, 5 if is_wrong else path),
+        lambda: tt.distributed.load(model, path, optimizer=5 if is_wrong else None),
+        lambda: tt.distributed.save(None if is_wrong else model, folder / "a"),
+        lambda: tt.distributed.save(model, None if is_wrong else folder / "a"),
+        lambda: tt.distributed.save(model, folder / "a", progress=5 if is_wrong else None),
+        lambda: tt.distributed.save(None if is_wrong else model, folder / "a", format="dcp"),
+    ):
+        with pytest.raises(tt.TetherError) as caught:
+            call()
+        said.append(str(caught.value))
+    assert not (folder / "a").exists()
+    return said
+
+
+def test_arguments_that_are_wrong_on_one_rank_stop_all(paths, tmp_path):
+    right, wrong = spawn(wrong_on_one_rank, 2, paths["float"], tmp_path)
+    names = ["model", "path", "optimizer", "model", "path", "progress", "model"]
+    assert [text.partition(":")[0] for text in wrong] == names
+    assert [text.partition(": ")[0] for text in right] == [f"rank 1 failed: {name}"[:13] for name in names]
+    assert all(f"rank 1 failed: {text}" in other for text, other in zip(wrong, right, strict=True))
+
+
 def test_what_does_not_fit_is_a_fault_on_every_rank(paths, tmp_path):
     untied = Tied(101)
     untied.head.weight = nn.Parameter(torch.randn(101, 16))
