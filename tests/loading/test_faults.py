@@ -55,7 +55,7 @@ FAULTS = {
     "float_for_int": (state(steps=torch.tensor(1.5)), {}, "steps: the checkpoint has torch.float32, which torch.int64"),
     "dtype_integer": (state(), {"dtype": torch.int32}, "dtype: torch.int32 is not a dtype to compute in"),
     "dtype_float8": (state(), {"dtype": torch.float8_e4m3fn}, "dtype: torch.float8_e4m3fn is .* Use quantize="),
-    "dtype_text": (state(), {"dtype": "float32"}, "dtype: float32 is not a dtype"),
+    "dtype_text": (state(), {"dtype": "float32"}, "dtype: 'float32' is not a dtype to compute in. Give one such as"),
     "scheme_fit": (state(), {"quantize": {"norm.weight": tt.fp8("block")}}, "norm.weight: blocks of 128 rows need"),
     "scheme_name": (state(), {"quantize": "int9"}, "unknown scheme 'int9'"),
     "rule": (

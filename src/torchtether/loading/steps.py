@@ -250,8 +250,12 @@ def _by_name(
 def _check_dtype(dtype: Any) -> torch.dtype:
     """Return ``dtype``; raise ValueError unless it is a dtype to compute in."""
     if dtype not in FLOATS:
-        fix = "Use quantize=." if isinstance(dtype, torch.dtype) and dtype.itemsize == 1 else "Give a float dtype."
-        raise ValueError(f"{dtype} is not a dtype to compute in. {fix}")
+        fix = (
+            "Use quantize=."
+            if isinstance(dtype, torch.dtype) and dtype.itemsize == 1
+            else "Give one such as torch.bfloat16."
+        )
+        raise ValueError(f"{dtype!r:.40} is not a dtype to compute in. {fix}")
     return dtype  # type: ignore[no-any-return]
 
 
