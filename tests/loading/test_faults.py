@@ -57,7 +57,7 @@ FAULTS = {
     "dtype_float8": (state(), {"dtype": torch.float8_e4m3fn}, "dtype: torch.float8_e4m3fn is .* Use quantize="),
     "dtype_text": (state(), {"dtype": "float32"}, "dtype: 'float32' is not a dtype to compute in. Give one such as"),
     "scheme_fit": (state(), {"quantize": {"norm.weight": tt.fp8("block")}}, "norm.weight: blocks of 128 rows need"),
-    "scheme_name": (state(), {"quantize": "int9"}, "unknown scheme 'int9'"),
+    "scheme_name": (state(), {"quantize": "int9"}, "quantize: unknown scheme 'int9'"),
     "rule": (
         state(),
         {"quantize": {"middle.*": "int8"}},

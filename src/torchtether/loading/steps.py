@@ -196,7 +196,7 @@ def find_targets(model: nn.Module, options: LoadOptions, faults: list[str]) -> T
     devices = _by_name("device", options.device, _check_device, components, ties, faults)
     schemes: dict[str, Scheme] = {}
     try:
-        schemes = schemes_for(model, options.quantize, ties.values())
+        schemes = schemes_for(model, options.quantize, ties.values(), argument="quantize")
     except TetherError as error:
         faults.append(str(error))
     modules = dict(model.named_modules())
