@@ -2,6 +2,7 @@
 
 import inspect
 import traceback
+import typing
 from pathlib import Path
 
 import pytest
@@ -212,6 +213,17 @@ def test_a_function_for_names_that_fails_is_named(rename, said, stored):
     with pytest.raises(tt.RuleError, match=said):
         tt.plan_load(pair(), stored, rename=rename)
     assert tt.plan_load(pair(), stored, rename=str).faults == ()
+
+
+@pytest.mark.parametrize(
+    "verb",
+    [tt.convert, tt.quantize, tt.dequantize, tt.adopt, tt.quantize_activations, tt.materialize, distributed.shard],
+)
+def test_the_class_of_the_model_is_kept_for_type_checkers(verb):
+    hints = typing.get_type_hints(verb)
+    assert isinstance(hints["model"], typing.TypeVar)
+    assert hints["return"] is hints["model"]
+    assert hints["model"].__bound__ is nn.Module
 
 
 def test_ties_of_another_model_are_named():

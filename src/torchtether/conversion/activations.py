@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from .._checks import as_module
+from .._checks import Model, as_module
 from ..errors import ConversionError, RuleError
 from ..ties.names import named_tensors
 from ..torch_private.tensors import local_or_itself
@@ -18,9 +18,7 @@ from .selection import matched_names
 Activations = Literal["int8", "float8", "mxfp8", "mxfp4", "nvfp4"] | None
 
 
-def quantize_activations(
-    model: nn.Module, to: Activations = "int8", *, only: str | Sequence[str] | None = None
-) -> nn.Module:
+def quantize_activations(model: Model, to: Activations = "int8", *, only: str | Sequence[str] | None = None) -> Model:
     """Round the inputs of ``F.linear`` with the Weights of ``model`` to 8 or 4 bits, until this is called again.
 
         "int8"      each row (token) in 255 steps: an error of at most 1/254 of its largest value

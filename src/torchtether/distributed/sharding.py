@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from .._checks import as_module, describe
+from .._checks import Model, as_module, describe
 from ..errors import ArgumentError, ConversionError, OptimizerError, TieError
 from ..exchange.optimizer_state import Optimizers, optimizers_of
 from ..geometry.blocks import blocks_of
@@ -32,7 +32,7 @@ from .views import ViewAlias, replace_by_views, restore_modules, view_aliases
 _FIX_PLAN = "Call plan_units on this model again."
 
 
-def shard(model: nn.Module, plan: UnitPlan, *, optimizer: Optimizers = None, **fully_shard_kwargs: Any) -> nn.Module:
+def shard(model: Model, plan: UnitPlan, *, optimizer: Optimizers = None, **fully_shard_kwargs: Any) -> Model:
     """Shard ``model`` by ``fully_shard`` in the units of ``plan``, keep its ties, and return it.
 
     Quantize before.  Parameters are new objects afterwards (DTensors): build the optimizer later, or give one that
