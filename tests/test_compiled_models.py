@@ -5,8 +5,10 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 import torchtether as tt
+from tests.distributed.spawn import spawn
 from torchtether import distributed
 
 
@@ -85,6 +87,43 @@ def test_names_in_errors_are_those_of_the_model(model, wrapper):
     assert tt.find_ties(wrapper) == ()
     tt.tie(wrapper, "0.weight", "2.weight")
     assert len(tt.find_ties(wrapper)) == 1
+
+
+def test_units_and_state_dicts_have_the_names_of_the_model(model, wrapper, tmp_path):
+    found = distributed.plan_units(wrapper, ["1"], mesh=2)
+    assert str(found) == str(distributed.plan_units(model, ["1"], mesh=2))
+    state, wanted = distributed.state_dict(wrapper), distributed.state_dict(model)
+    assert state.keys() == wanted.keys() == {"0.weight", "1.weight", "1.bias", "torchtether"}
+    assert all(torch.equal(state[name], wanted[name]) for name in wanted)
+    distributed.save(wrapper, tmp_path / "dcp", format="dcp")
+    assert tt.load(_tied(), tmp_path / "dcp").missing_keys == ()
+    distributed.resync(wrapper)
+
+
+def _shards():
+    """Shard the wrapper of a model whose tie was lost, and train it for a step."""
+    model = _tied()
+    wrapper = torch.compile(model, backend="eager")
+    plan = distributed.plan_units(wrapper, "1")
+    model[2].weight = nn.Parameter(model[0].weight.detach())
+    distributed.restore_ties(wrapper, plan.ties)
+    assert model[2].weight is model[0].weight
+    assert distributed.shard(wrapper, plan) is wrapper
+    assert isinstance(model[1], FSDPModule)
+    assert model[2].weight is model[0].weight
+    found = wrapper(torch.arange(4))
+    found.sum().backward()
+    distributed.resync(wrapper)
+    return found.tolist(), model[0].weight.grad.full_tensor().tolist()
+
+
+def test_a_wrapper_is_sharded_as_the_model_is():
+    model = _tied()
+    wanted = model(torch.arange(4))
+    wanted.sum().backward()
+    for found, grad in spawn(_shards, 2):
+        torch.testing.assert_close(torch.tensor(found), wanted)
+        torch.testing.assert_close(torch.tensor(grad), model[0].weight.grad)
 
 
 def test_a_refit_takes_the_names_of_the_model(model, wrapper):

@@ -2,6 +2,7 @@
 
 import inspect
 import traceback
+import typing
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 
 import torchtether as tt
+from torchtether import distributed
 
 SOURCE = Path(tt.__file__).parent
 
@@ -119,6 +121,39 @@ CALLS = {
     "Rotary(source)": lambda v, s, t: tt.Rotary(v, heads=2),
     "Rotary(heads=)": lambda v, s, t: tt.Rotary("a", heads=v),
     "Tie(names)": lambda v, s, t: tt.Tie(v),
+    "distributed.plan_units(model)": lambda v, s, t: distributed.plan_units(v, nn.Linear),
+    "distributed.plan_units(unit_types)": lambda v, s, t: distributed.plan_units(pair(), v),
+    **{
+        f"distributed.plan_units({k}=)": lambda v, s, t, k=k: distributed.plan_units(pair(), "0", **{k: v})
+        for k in ("mesh", "policy", "inputs", "ties")
+    },
+    "distributed.shard(model)": lambda v, s, t: distributed.shard(v, distributed.plan_units(pair(), "0")),
+    "distributed.shard(plan)": lambda v, s, t: distributed.shard(pair(), v),
+    **{
+        f"distributed.shard({k}=)": lambda v, s, t, k=k: distributed.shard(
+            pair(), distributed.plan_units(pair(), "0"), **{k: v}
+        )
+        for k in ("optimizer", "mesh")
+    },
+    "distributed.load(model)": lambda v, s, t: distributed.load(v, s),
+    "distributed.load(path)": lambda v, s, t: distributed.load(pair(), v),
+    **{
+        f"distributed.load({k}=)": lambda v, s, t, k=k: distributed.load(pair(), s, **{k: v})
+        for k in (*LOAD[:-1], "process_group")
+    },
+    "distributed.save(model)": lambda v, s, t: distributed.save(v, t / "o.safetensors"),
+    "distributed.save(path)": lambda v, s, t: distributed.save(pair(), v),
+    "distributed.save(model, 'dcp')": lambda v, s, t: distributed.save(v, t / "o", format="dcp"),
+    **{
+        f"distributed.save({k}=)": lambda v, s, t, k=k: distributed.save(pair(), t / "o", **{k: v})
+        for k in ("format", "aliases", "masters", "max_shard_size", "optimizer", "progress", "process_group")
+    },
+    "distributed.state_dict(model)": lambda v, s, t: distributed.state_dict(v),
+    "distributed.state_dict(optimizer)": lambda v, s, t: distributed.state_dict(pair(), v),
+    "distributed.state_dict(aliases=)": lambda v, s, t: distributed.state_dict(pair(), aliases=v),
+    "distributed.restore_ties(model)": lambda v, s, t: distributed.restore_ties(v, []),
+    "distributed.restore_ties(ties)": lambda v, s, t: distributed.restore_ties(pair(), v),
+    "distributed.resync(model)": lambda v, s, t: distributed.resync(v),
 }
 
 
@@ -148,7 +183,14 @@ TAKES = {"None", "a bool"}
     ["load(model)", "load(optimizer=)", "save(model)", "convert(model)", "convert(optimizer=)", "quantize(model)",
      "dequantize(model)", "swapping(model=)", "materialize(model)", "materialize(init=)", "find_ties(model)",
      "check_ties(model)", "tie(model)", "tie(owner)", "untie(name)", "check_optimizer(model)", "map(model)",
-     "Weight.encode(values)", "Weight.encode(scheme)", "load(strict=)", "load(progress=)", "apply(only=)"],
+     "Weight.encode(values)", "Weight.encode(scheme)", "load(strict=)", "load(progress=)", "apply(only=)",
+     "check_ties(expected)", "distributed.plan_units(model)", "distributed.plan_units(unit_types)",
+     "distributed.plan_units(inputs=)", "distributed.plan_units(ties=)", "distributed.shard(model)",
+     "distributed.shard(plan)", "distributed.shard(mesh=)", "distributed.load(model)", "distributed.load(path)",
+     "distributed.load(process_group=)", "distributed.save(model)", "distributed.save(path)",
+     "distributed.save(progress=)", "distributed.save(process_group=)", "distributed.state_dict(model)",
+     "distributed.state_dict(optimizer)", "distributed.restore_ties(model)", "distributed.restore_ties(ties)",
+     "distributed.resync(model)"],
 )  # fmt: skip
 def test_a_wrong_argument_is_named(call, stored, tmp_path):
     """The error is also a TypeError, and begins with the name of the argument."""
@@ -171,6 +213,41 @@ def test_a_function_for_names_that_fails_is_named(rename, said, stored):
     with pytest.raises(tt.RuleError, match=said):
         tt.plan_load(pair(), stored, rename=rename)
     assert tt.plan_load(pair(), stored, rename=str).faults == ()
+
+
+@pytest.mark.parametrize(
+    "verb",
+    [tt.convert, tt.quantize, tt.dequantize, tt.adopt, tt.quantize_activations, tt.materialize, distributed.shard],
+)
+def test_the_class_of_the_model_is_kept_for_type_checkers(verb):
+    hints = typing.get_type_hints(verb)
+    assert isinstance(hints["model"], typing.TypeVar)
+    assert hints["return"] is hints["model"]
+    assert hints["model"].__bound__ is nn.Module
+
+
+def test_ties_of_another_model_are_named():
+    with pytest.raises(tt.TieError, match=r"^a: is not in the model, but in the tie a = b\. "):
+        distributed.restore_ties(pair(), [tt.Tie(("a", "b"))])
+    for none in ([None], None, (x for x in [None])):
+        with pytest.raises(tt.ArgumentError, match="^ties: holds None, not ties"):
+            distributed.restore_ties(pair(), none)
+    with pytest.raises(tt.ArgumentError, match="^expected: holds None, not ties"):
+        tt.check_ties(pair(), [None])
+
+
+def test_a_shard_needs_a_process_group():
+    model = pair()
+    with pytest.raises(tt.ConversionError, match="^there is no process group"):
+        distributed.shard(model, distributed.plan_units(model, "0"))
+    assert type(model[0]) is nn.Linear
+
+
+def test_a_forward_that_cannot_be_called_leaves_no_hooks():
+    model = pair()
+    plan = distributed.plan_units(model, "0", inputs={1: 2})
+    assert len(plan.warnings) == 1
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
 def test_a_class_does_not_initialise():
@@ -354,4 +431,4 @@ def test_models_without_anything_to_train_and_optimizers_that_hold_something():
         tt.check_optimizer(nn.Identity(), torch.optim.SGD(pair().parameters()))
     for none in (None, [], ()):
         tt.check_optimizer(nn.Identity(), none)
-        tt.check_optimizer(pair(), none)
+        tt.check_optimizer(pair().requires_grad_(False), none)

@@ -370,6 +370,13 @@ def test_a_master_needs_codes(scheme):
         tt.Mastered(scheme)
 
 
+def test_a_master_in_text_is_told_from_a_dtype():
+    with pytest.raises(
+        tt.SchemeError, match=r"^Mastered: dtype must be one of torch\.float32, .*, got 'float32'\. Give"
+    ):
+        tt.quantize(torch.nn.Linear(4, 4), "int8", master="float32")
+
+
 @torch.library.custom_op("torchtether_tests::halve", mutates_args=("weight",))
 def _halve(gradient: torch.Tensor, weight: torch.Tensor) -> None:
     weight.mul_(0.5).sub_(gradient)

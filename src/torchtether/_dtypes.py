@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -22,6 +24,13 @@ def dtype_from_name(name: str) -> torch.dtype:
     if not isinstance(name, str) or name not in _DTYPES:
         raise SchemeError(f"unknown dtype {name!r}")
     return _DTYPES[name]
+
+
+def check_dtype(value: object, known: Sequence[torch.dtype], field: str, name: str) -> None:
+    """Raise SchemeError about ``field`` of ``name`` unless ``value`` is one of ``known``; a dtype's name is text."""
+    if value not in known:
+        words = ", ".join(map(str, known))
+        raise SchemeError(f"{field} must be one of {words}, got {value!r:.40}", name=name, fix="Give one of them.")
 
 
 def copyable(tensor: Tensor) -> Tensor:

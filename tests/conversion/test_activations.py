@@ -465,6 +465,16 @@ def test_what_is_left_alone():
     assert all(map(torch.equal, before, [way() for way in ways]))
 
 
+@pytest.mark.parametrize("wrong", ["int3", 8, ["int8"], torch.int8])
+def test_a_weight_takes_no_other_activations(wrong):
+    weight = layer_of(tt.int8(), "int8").weight
+    spec, layout = weight.spec, weight.kernel_layout
+    for change in (weight.set_activations, lambda to: weight.spec.replace(activations=to)):
+        with pytest.raises(tt.ArgumentError, match="^activations: is .*, not one of 'int8', "):
+            change(wrong)
+    assert (weight.spec, weight.kernel_layout) == (spec, layout)
+
+
 def test_unknown_activations_of_a_file_are_refused():
     record = {**layer_of(tt.int8()).weight.spec.to_json(), "activations": "int3"}
     with pytest.raises(tt.SchemeError, match="unknown activations 'int3'"):

@@ -62,9 +62,12 @@ def test_a_glob_is_case_sensitive_and_matches_parameters_only():
     ("rules", "text"),
     [
         ({"emb.wieght": "int8"}, r"^emb\.wieght: this rule matches no parameter, the nearest is 'emb\.weight'"),
-        ("int9", r"^unknown scheme 'int9', known are .* Did you mean 'int8'\?$"),
+        ("int9", r"^rules: unknown scheme 'int9', known are .* Did you mean 'int8'\?$"),
         ({"emb.weight": "int9"}, r"^emb\.weight: unknown scheme 'int9'"),
-        ({"emb.weight": 8}, r"^emb\.weight: a scheme or its name is needed, got int"),
+        ({"emb.weight": 8}, r"^emb\.weight: a scheme or its name is needed, got an int"),
+        (8, r"^rules: a scheme or its name is needed, got an int\. Try 'int8', or tt\.int8\(\)\.$"),
+        ("int4(32)", r"^rules: 'int4\(32\)' is text with options, .*\. Give tt\.int4\(32\)\.$"),
+        ({"emb.weight": "fp8('row')"}, r"^emb\.weight: .* Give tt\.fp8\('row'\)\.$"),
         (
             {"emb.weight": "int8", "head.weight": "fp8"},
             r"^head\.weight: the rules give it ScaledFloat.* to emb\.weight",

@@ -286,7 +286,36 @@ def refusals(paths):
         refuses(paths["float"], {"quantize": {"nobody": "nf4"}}, 101),
         refuses(paths["untied"], {"ties": "file"}, 101),
         refuses(paths["untied"], {}, 101),
+        refuses(paths["float"], {"optimizer": torch.optim.SGD(nn.Linear(2, 2).parameters())}, 101),
     ]
+
+
+def wrong_on_one_rank(path, folder):
+    """Call with arguments that are wrong on rank 1 alone."""
+    said, is_wrong = [], dist.get_rank() == 1
+    model = build(on_meta=False)
+    for call in (
+        lambda: tt.distributed.load(None if is_wrong else model, path),
+        lambda: tt.distributed.load(model, 5 if is_wrong else path),
+        lambda: tt.distributed.load(model, path, optimizer=5 if is_wrong else None),
+        lambda: tt.distributed.save(None if is_wrong else model, folder / "a"),
+        lambda: tt.distributed.save(model, None if is_wrong else folder / "a"),
+        lambda: tt.distributed.save(model, folder / "a", progress=5 if is_wrong else None),
+        lambda: tt.distributed.save(None if is_wrong else model, folder / "a", format="dcp"),
+    ):
+        with pytest.raises(tt.TetherError) as caught:
+            call()
+        said.append(str(caught.value))
+    assert not (folder / "a").exists()
+    return said
+
+
+def test_arguments_that_are_wrong_on_one_rank_stop_all(paths, tmp_path):
+    right, wrong = spawn(wrong_on_one_rank, 2, paths["float"], tmp_path)
+    names = ["model", "path", "optimizer", "model", "path", "progress", "model"]
+    assert [text.partition(":")[0] for text in wrong] == names
+    assert [text.partition(": ")[0] for text in right] == [f"rank 1 failed: {name}"[:13] for name in names]
+    assert all(f"rank 1 failed: {text}" in other for text, other in zip(wrong, right, strict=True))
 
 
 def test_what_does_not_fit_is_a_fault_on_every_rank(paths, tmp_path):
@@ -299,6 +328,20 @@ def test_what_does_not_fit_is_a_fault_on_every_rank(paths, tmp_path):
         assert "nobody: this rule matches no parameter" in said[2]
         assert "ties of a sharded model cannot change" in said[3]
         assert "the checkpoint has other values for it" in said[4]
+        assert "the optimizer holds 2 parameters that the model does not have" in said[5]
+
+
+def keeps(path):
+    """Load into memory, where nothing is exchanged, with an optimizer of an older model."""
+    model, old = build(on_meta=False), build(on_meta=False)
+    before = [parameter.to_local().clone() for parameter in model.parameters()]
+    with pytest.raises(tt.TetherError, match="the optimizer holds"):
+        tt.distributed.load(model, path, optimizer=torch.optim.SGD(old.parameters()))
+    assert all(map(torch.equal, before, [parameter.to_local() for parameter in model.parameters()]))
+
+
+def test_an_optimizer_of_another_model_is_refused_before_tensors_are_filled(paths):
+    spawn(keeps, 2, paths["float"])
 
 
 # -- what torch gets wrong --------------------------------------------------------------------------------------------

@@ -99,6 +99,27 @@ def test_the_files_are_those_of_one_process(source, tmp_path, world, mesh):
     assert not (tmp_path / "nothing").exists()
 
 
+def saves_masters(source, folder):
+    model = build(on_meta=False, quantize={"emb.weight": tt.Mastered(tt.int8())})
+    tt.distributed.load(model, source)
+    for masters in ("keep", "drop"):
+        tt.distributed.save(model, folder / masters, masters=masters)
+        tt.distributed.save(model, folder / f"{masters} dcp", masters=masters, format="dcp")
+
+
+def test_masters_are_left_out_on_request(source, tmp_path):
+    spawn(saves_masters, 2, source, tmp_path / "ranks")
+    model = tt.quantize(Tied(101), {"emb.weight": tt.Mastered(tt.int8())})
+    tt.load(model, source)
+    for masters in ("keep", "drop"):
+        tt.save(model, tmp_path / masters, masters=masters)
+        assert not equal_folders(tmp_path / masters, tmp_path / "ranks" / masters)
+        with tt.open(tmp_path / masters) as wanted, tt.open(tmp_path / "ranks" / f"{masters} dcp") as found:
+            assert found["emb.weight"].parts.keys() == wanted["emb.weight"].parts.keys()
+            assert all(torch.equal(p, wanted["emb.weight"].parts[n]) for n, p in found["emb.weight"].parts.items())
+            assert ("master" in found["emb.weight"].parts) == (masters == "keep")
+
+
 def test_without_a_process_group_it_is_tt_save(source, tmp_path):
     model = loaded(source, quantize={"emb.weight": "int8"})
     tt.distributed.save(model, tmp_path / "one", max_shard_size=2500)

@@ -34,6 +34,15 @@ def test_check_optimizer_names_both_sides():
         check_optimizer(model, torch.optim.SGD([model.a.weight]))
 
 
+@pytest.mark.parametrize("none", [None, [], (), iter(())])
+def test_without_an_optimizer_no_trainable_parameter_is_in_one(none):
+    model = KINDS["plain"]()
+    with pytest.raises(OptimizerError, match=r"^a\.weight, .*: are trainable, but not in the optimizer"):
+        check_optimizer(model, none)
+    check_optimizer(model.requires_grad_(False), none)
+    convert(model.requires_grad_(True), dtype=torch.float64, optimizer=none)
+
+
 def test_a_conversion_accepts_partial_and_wider_optimizers():
     model, loss = KINDS["plain"](), nn.Linear(1, 1)
     convert(model, dtype=torch.float64, optimizer=torch.optim.SGD(model.a.parameters()))

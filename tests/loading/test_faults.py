@@ -1,5 +1,6 @@
 """All faults of a load are found before any change, and reported together."""
 
+import contextlib
 import pickle
 
 import pytest
@@ -54,9 +55,9 @@ FAULTS = {
     "float_for_int": (state(steps=torch.tensor(1.5)), {}, "steps: the checkpoint has torch.float32, which torch.int64"),
     "dtype_integer": (state(), {"dtype": torch.int32}, "dtype: torch.int32 is not a dtype to compute in"),
     "dtype_float8": (state(), {"dtype": torch.float8_e4m3fn}, "dtype: torch.float8_e4m3fn is .* Use quantize="),
-    "dtype_text": (state(), {"dtype": "float32"}, "dtype: float32 is not a dtype"),
+    "dtype_text": (state(), {"dtype": "float32"}, "dtype: 'float32' is not a dtype to compute in. Give one such as"),
     "scheme_fit": (state(), {"quantize": {"norm.weight": tt.fp8("block")}}, "norm.weight: blocks of 128 rows need"),
-    "scheme_name": (state(), {"quantize": "int9"}, "unknown scheme 'int9'"),
+    "scheme_name": (state(), {"quantize": "int9"}, "quantize: unknown scheme 'int9'"),
     "rule": (
         state(),
         {"quantize": {"middle.*": "int8"}},
@@ -90,7 +91,8 @@ def test_each_fault_is_one_line_and_leaves_the_model_untouched(tmp_path, fault, 
 def test_all_faults_are_said_at_once(tmp_path):
     named = state(drop=["mid.bias"], more=FLOAT, mid__weight=torch.ones(4, 8), steps=torch.tensor(1.5))
     tt.save(named, tmp_path / "x")
-    plan = tt.plan_load(build(Tied), tmp_path / "x", dtype=torch.int8, quantize={"nope": "int8"})
+    options = {"dtype": torch.int8, "quantize": {"nope": "int8"}, "optimizer": torch.optim.SGD([torch.ones(2, 2)])}
+    plan = tt.plan_load(build(Tied), tmp_path / "x", **options)
     plan.close()
     assert {fault.partition(":")[0] for fault in plan.faults} == {
         "mid.bias",
@@ -99,11 +101,30 @@ def test_all_faults_are_said_at_once(tmp_path):
         "steps",
         "dtype",
         "nope",
+        ", ".join(name for name, _ in build(Tied).named_parameters()),
     }
     with pytest.raises(tt.LoadError) as caught:
         plan.apply()
     assert all(fault in str(caught.value) for fault in plan.faults)
     assert all(fault in str(plan) for fault in plan.faults)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_an_optimizer_of_another_model_is_a_fault(tmp_path, device):
+    tt.save(nn.Linear(2, 2), tmp_path)
+    model, optimizer = nn.Linear(2, 2, device=device), torch.optim.AdamW(nn.Linear(2, 2).parameters())
+    before = model.weight.clone()
+    with contextlib.closing(tt.plan_load(model, tmp_path, optimizer=optimizer)) as plan:
+        (fault,) = plan.faults
+        assert fault.startswith("weight, bias: are trainable, but not in the optimizer, and the optimizer holds 2 ")
+        assert fault in str(plan)
+        with pytest.raises(tt.OptimizerError) as caught:
+            plan.apply()
+    assert str(caught.value) == fault
+    for load in (tt.load, tt.distributed.load):
+        with pytest.raises(tt.OptimizerError, match="the optimizer holds 2"):
+            load(model, tmp_path, optimizer=optimizer)
+    assert model.weight.is_meta if device == "meta" else torch.equal(model.weight, before)
 
 
 def test_a_long_list_of_faults_is_cut_and_says_where_the_rest_is(tmp_path):

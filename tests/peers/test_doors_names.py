@@ -708,6 +708,19 @@ def test_real_tensors_that_a_folder_may_lack_stay_as_they_are(folder_of):
     assert all(bool((model.get_parameter(place) == 5.0).all()) for place in places)
 
 
+@pytest.mark.parametrize("build", BUILT)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, {"*": torch.bfloat16}, None, {"*norm*": torch.bfloat16}])
+def test_parameters_that_no_file_stores_have_the_dtype_of_the_others(folder_of, tmp_path, build, dtype):
+    folder = folder_of("marian")
+    peer = config_of("marian")[0].from_pretrained(folder, dtype=torch.bfloat16).eval()
+    if dtype is None or "*norm*" in str(dtype):
+        folder = tmp_path
+        peer.save_pretrained(folder)
+    model = loaded("marian", folder, build, dtype=dtype)
+    check_same(model, peer)
+    assert all(map(torch.equal, outputs_of(model, "marian"), outputs_of(peer, "marian")))
+
+
 def test_nothing_of_transformers_is_imported_for_other_models(tmp_path):
     code = (
         "import sys, torch, torchtether as tt; model = torch.nn.Linear(2, 2); tt.save(model, sys.argv[1]);"

@@ -81,12 +81,20 @@ def save(
     check_path(path)
     check_callable(progress, "progress", or_flag=True)
     target = writable(format)
-    groups = plan_groups(uncompiled(model), target, aliases, masters)
+    groups = plan_groups(as_saved(model), target, aliases, masters)
     pairs = target.pairs({}, metadata) if isinstance(target, Contained) else metadata
     write_groups(groups, Path(path), format=target, max_shard_size=max_shard_size, progress=progress, metadata=pairs)
 
 
 # -- the tensors to store ---------------------------------------------------------------------------------------------
+
+
+def as_saved(model: nn.Module | Mapping[str, Tensor]) -> nn.Module | Mapping[str, Tensor]:
+    """Return ``model``, without the wrapper of ``torch.compile``. Raise ArgumentError if it is no module or mapping."""
+    if not isinstance(model, (nn.Module, Mapping)):
+        what = f"is {describe(model)}, not a module or a state dict"
+        raise ArgumentError(what, name="model", fix="Give one of these.")
+    return uncompiled(model)
 
 
 def plan_groups(
@@ -146,10 +154,6 @@ class HeldGroup(ShardGroup):
 def _named(model: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the tensor objects of ``model`` (not detached) by name. Raise an error if one cannot be saved."""
     found: Mapping[str, Any] = model.state_dict(keep_vars=True) if isinstance(model, nn.Module) else model
-    if not isinstance(found, Mapping):
-        raise ArgumentError(
-            f"is {describe(model)}, not a module or a state dict", name="model", fix="Give one of these."
-        )
     for name, tensor in found.items():
         if not isinstance(name, str) or not name:
             raise CheckpointError("the name of a tensor must be text, and not empty", name=repr(name))

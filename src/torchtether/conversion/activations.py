@@ -5,22 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from .._checks import as_module
-from ..errors import ArgumentError, ConversionError, RuleError
+from .._checks import Model, as_module
+from ..errors import ConversionError, RuleError
 from ..ties.names import named_tensors
 from ..torch_private.tensors import local_or_itself
-from ..weights.spec import ACTIVATIONS
+from ..weights.spec import check_activations
 from ..weights.weight import Weight
 from .selection import matched_names
 
 Activations = Literal["int8", "float8", "mxfp8", "mxfp4", "nvfp4"] | None
 
 
-def quantize_activations(
-    model: nn.Module, to: Activations = "int8", *, only: str | Sequence[str] | None = None
-) -> nn.Module:
+def quantize_activations(model: Model, to: Activations = "int8", *, only: str | Sequence[str] | None = None) -> Model:
     """Round the inputs of ``F.linear`` with the Weights of ``model`` to 8 or 4 bits, until this is called again.
 
         "int8"      each row (token) in 255 steps: an error of at most 1/254 of its largest value
@@ -55,9 +53,7 @@ def quantize_activations(
     True
     """
     given, model = model, as_module(model)
-    if to not in (None, *ACTIVATIONS):
-        known = ", ".join(map(repr, ACTIVATIONS))
-        raise ArgumentError(f"is {to!r:.40}, not one of {known} or None", name="to", fix="Give one of them.")
+    check_activations(to, "to")
     dims = (2,) if only is None else (2, 3)
     weights = {name: held for name, held in named_tensors(model).items() if _is_weight(held, dims)}
     if not weights:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from .._checks import as_module, check_callable
+from .._checks import Model, as_module, check_callable
 from ..errors import ConversionError, SchemeError
 from ..exchange.exchange import Atomic, Exchange
 from ..exchange.optimizer_state import Optimizers
@@ -33,14 +33,14 @@ _LARGE = 200.0
 
 @not_followed
 def quantize(
-    model: nn.Module,
+    model: Model,
     rules: Rules,
     *,
     master: torch.dtype | None = None,
     optimizer: Optimizers = None,
     atomic: Atomic = "checked",
     progress: Progress = None,
-) -> nn.Module:
+) -> Model:
     """Make the parameters that ``rules`` choose Weights; each stays the same Parameter object.
 
     ``rules``: ``None``; a scheme or its name, for the weight of every ``nn.Linear``, of transformers' ``Conv1D``, and
@@ -95,7 +95,7 @@ def quantize(
 
 
 @not_followed
-def dequantize(model: nn.Module, *, optimizer: Optimizers = None, atomic: Atomic = "checked") -> nn.Module:
+def dequantize(model: Model, *, optimizer: Optimizers = None, atomic: Atomic = "checked") -> Model:
     """Make every Weight of the model a plain tensor of its values; each stays the same Parameter object.
 
     Ties hold.  Afterwards stock ``load_state_dict`` keeps the Parameter objects when it is given a Weight.  The state

@@ -22,8 +22,10 @@ Rules = Scheme | str | Mapping[str, Scheme | str | None] | None
 """``None``; a scheme or its name, for every ``nn.Linear`` and experts; or globs over names, whose first match wins."""
 
 
-def schemes_for(model: nn.Module, rules: Rules, ties: Iterable[Tie]) -> dict[str, Scheme]:
+def schemes_for(model: nn.Module, rules: Rules, ties: Iterable[Tie], *, argument: str = "rules") -> dict[str, Scheme]:
     """Return the scheme of each tied group or single parameter that is to be quantized, by its owner's name.
+
+    ``argument`` is the name of ``rules`` in errors.
 
     Raises:
         RuleError: a glob matches nothing, a scheme is unknown, two rules ask for different schemes in one tied group,
@@ -37,7 +39,7 @@ def schemes_for(model: nn.Module, rules: Rules, ties: Iterable[Tie]) -> dict[str
     """
     if rules is None:
         return {}
-    asked = _of_mapping(model, rules) if isinstance(rules, Mapping) else _of_products(model, resolve(rules))
+    asked = _of_mapping(model, rules) if isinstance(rules, Mapping) else _of_products(model, resolved(argument, rules))
     tie_of = {name: tie for tie in ties for name in tie.names}
     tensors = named_tensors(model)
     chosen: dict[str, Scheme] = {}
@@ -95,14 +97,14 @@ def _weights_of(module: nn.Module) -> list[str]:
 
 
 def _of_mapping(model: nn.Module, rules: Mapping[str, Scheme | str | None]) -> dict[str, Scheme | None]:
-    resolved = {glob: None if scheme is None else _resolve(glob, scheme) for glob, scheme in rules.items()}
+    given = {glob: None if scheme is None else resolved(glob, scheme) for glob, scheme in rules.items()}
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    for glob, near in unmatched(resolved, names).items():
+    for glob, near in unmatched(given, names).items():
         raise RuleError(f"this rule matches no parameter{near}", name=glob, fix="Correct or remove it.")
     asked: dict[str, Scheme | None] = {}
     for name in names:
-        for glob in (glob for glob in resolved if fnmatchcase(name, glob)):
-            asked.setdefault(name, resolved[glob])  # the first match wins
+        for glob in (glob for glob in given if fnmatchcase(name, glob)):
+            asked.setdefault(name, given[glob])  # the first match wins
     return asked
 
 
@@ -142,11 +144,12 @@ def unmatched(globs: Iterable[str], names: Collection[str]) -> dict[str, str]:
     return found
 
 
-def _resolve(glob: str, scheme: Scheme | str) -> Scheme:
+def resolved(name: str, scheme: Scheme | str) -> Scheme:
+    """Return ``resolve(scheme)``; its errors are about ``name``, an argument or a glob."""
     try:
         return resolve(scheme)
     except RuleError as error:
-        raise error.named(glob) from None
+        raise error.named(name) from None
 
 
 def _describe_scheme(scheme: Scheme | None) -> str:

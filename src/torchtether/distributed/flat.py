@@ -6,14 +6,14 @@ import math
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
-from ..checkpoint.saver import Aliases, HeldGroup, plan_groups
+from ..checkpoint.saver import Aliases, HeldGroup, Masters, plan_groups
 from ..errors import CheckpointError
 from ..files import KEY, OPTIMIZER, Record, new_folder, part_key
 from ..formats import native
@@ -27,7 +27,11 @@ from .shadows import Shadowed, box_of, local_of, with_local
 
 
 def state_dict(
-    model: nn.Module | Mapping[str, Tensor], optimizer: Any = None, *, aliases: Aliases = "drop"
+    model: nn.Module | Mapping[str, Tensor],
+    optimizer: Optimizer | None = None,
+    *,
+    aliases: Aliases = "drop",
+    masters: Masters = "keep",
 ) -> dict[str, Tensor]:
     """Return the tensors of ``model`` by name, sharing its memory, for ``torch.distributed.checkpoint``.
 
@@ -35,8 +39,9 @@ def state_dict(
 
     Sharded tensors are DTensors. Part ``p`` of a quantized weight ``n`` is the tensor ``n.p``; a part with several
     entries in a row has a dimension for those. A tied tensor has one entry, under its owner's name, or with
-    ``aliases="copy"`` one under each name. The entry ``torchtether`` holds the record of ties and schemes in bytes, so
-    that ``tt.distributed.load`` and ``tt.load`` can read the folder. Entries under ``torchtether.optimizer.`` hold the
+    ``aliases="copy"`` one under each name; ``masters="drop"`` leaves out the masters of ``Mastered`` Weights. The entry
+    ``torchtether`` holds the record of ties and schemes in bytes, so that ``tt.distributed.load`` and ``tt.load`` can
+    read the folder. Entries under ``torchtether.optimizer.`` hold the
     optimizer's state, hyperparameters in bytes. Every value is a tensor, so nothing is pickled.
 
     ``dcp.load`` into this dictionary loads the model in place.
@@ -48,7 +53,7 @@ def state_dict(
     ['bias', 'torchtether', 'weight']
     """
     found = Shadowed(model)
-    groups = plan_groups(found.shadow, native, aliases)
+    groups = plan_groups(found.shadow, native, aliases, masters)
     made: dict[str, Tensor] = {}
     for group in groups:
         for key, tensor in group.stored.items():
@@ -62,14 +67,19 @@ def state_dict(
 
 
 def save_dcp(
-    ranks: Ranks, model: nn.Module | Mapping[str, Tensor], path: Path, optimizer: Any, aliases: Aliases
+    ranks: Ranks,
+    model: nn.Module | Mapping[str, Tensor],
+    path: Path,
+    optimizer: Optimizer | None,
+    aliases: Aliases,
+    masters: Masters,
 ) -> None:
     """Write ``path`` by ``torch.distributed.checkpoint``: to a temporary folder, renamed when all ranks are done."""
     with ranks.all_or_none(CheckpointError):
         if ranks.is_fake:
             what = "'dcp' needs all ranks, and the backend of the process group is 'fake'"
             raise CheckpointError(what, name="format", fix="Save with a real process group.")
-        state = state_dict(model, optimizer, aliases=aliases)
+        state = state_dict(model, optimizer, aliases=aliases, masters=masters)
     folder, temporary = new_folder(path), None
     try:
         with ranks.all_or_none(CheckpointError):
@@ -107,7 +117,8 @@ def _parts(name: str, tensor: Tensor, shadow: Weight) -> dict[str, Tensor]:
     layout, box = shadow.scheme.layout(base), box_of(tensor)
     cuts = part_rows(layout, base, *box[0])
     made = {}
-    for role, part in local.parts.items():
+    for role in layout:  # without a master that is left out
+        part = local.parts[role]
         if cuts[role] is None:
             made[part_key(name, role)] = part.detach()
             continue

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .._checks import as_module
 from ..errors import ConversionError
 from ..torch_private.fsdp2 import (
     changed_dtypes,
@@ -48,7 +49,7 @@ def resync(model: nn.Module) -> None:
     Call it after changes that FSDP2 does not know of.  Torch itself informs it of one name of a tied parameter only.
     """
     with torch.no_grad():
-        for state in fsdp2_states(model):
+        for state in fsdp2_states(as_module(model)):
             renew_shards(state)
             reseat_slots(state)
 

@@ -12,10 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from .._checks import as_module, check_path
 from ..conversion.materializing import forget_recipes
 from ..conversion.selection import Rules
 from ..errors import LoadError
 from ..exchange.exchange import Exchange
+from ..exchange.optimizer_state import Optimizers, check_belongs, optimizers_of
 from ..loading.options import Device, Dtype, LoadOptions, Ties
 from ..loading.plan import LoadPlan, make_plan
 from ..loading.report import LoadReport
@@ -25,7 +27,6 @@ from ..progress import Progress
 from ..renaming.steps import Rename
 from ..ties.names import named_tensors
 from ..torch_private.fsdp2 import fsdp2_states, offloaded_parameters, renew_shards
-from ..torch_private.modules import uncompiled
 from .optimizers import OptimizerLoad
 from .ranks import Ranks
 from .shadows import box_of, device_of, local_shadow, reshard, sharded_tensors, stand_in, whole_shadow, with_local
@@ -42,16 +43,16 @@ def load(
     ties: Ties = "match",
     rename: Rename = None,
     progress: Progress = None,
-    optimizer: Any = None,
+    optimizer: Optimizers = None,
     process_group: Any = None,
 ) -> LoadReport:
     """Load this rank's part of the values at ``path`` into the model's Parameter objects.
 
-    The arguments are those of ``tt.load``; every rank of ``process_group`` (by default all) calls it with the same
-    arguments. Sharded parameters (``fully_shard``, any DTensor) on ``meta`` get memory for this rank's rows alone, on
-    the device of their mesh (on the CPU with ``CPUOffloadPolicy``). Sharded parameters with memory are filled in
-    place, before or after the first forward. An optimizer built before or after holds the same parameters. Every rank
-    reads tensors that are not sharded whole.
+    The arguments are those of ``tt.load``, except ``mmap`` and ``revision``; every rank of ``process_group`` (by
+    default all) calls it with the same arguments. Sharded parameters (``fully_shard``, any DTensor) on ``meta`` get
+    memory for this rank's rows alone, on the device of their mesh (on the CPU with ``CPUOffloadPolicy``). Sharded
+    parameters with memory are filled in place, before or after the first forward. An optimizer built before or after
+    holds the same parameters. Every rank reads tensors that are not sharded whole.
 
     If a tensor is stored row by row (floats, Weights that ``tt.save`` wrote, and so on), a rank reads only the bytes of
     its own rows, and encodes only those with ``quantize``. This holds for published formats too, also for GPTQ and
@@ -70,6 +71,7 @@ def load(
     Raises:
         CheckpointError: a file is absent or damaged.
         LoadError: the checkpoint does not fit the model, rows cut a block, or another rank failed.
+        OptimizerError: the optimizer belongs to another model.
         ConversionError: something holds a parameter that must be exchanged, such as FSDP2 after its first forward.
 
     >>> import torch, torchtether as tt, tempfile
@@ -79,12 +81,14 @@ def load(
     ...     print(distributed.load(torch.nn.Linear(2, 3), folder).bytes)
     36
     """
-    model, ranks = uncompiled(model), Ranks(process_group)
+    ranks = Ranks(process_group)
     options = LoadOptions(quantize, dtype, device, strict, ties, rename)
     work: _Whole | _Sharded | None = None
     state: OptimizerLoad | None = None
     try:
         with ranks.all_or_none(LoadError):
+            model = as_module(model)
+            check_path(path)
             reshard(model)
             is_sharded = bool(sharded_tensors(model))
             work = (_Sharded if is_sharded else _Whole)(model, path, options, optimizer)
@@ -144,7 +148,8 @@ class _Sharded:
     """Load a model with DTensors: plan on a shadow of whole tensors, read into a shadow of the local tensors."""
 
     def __init__(self, model: nn.Module, path: Path | str, options: LoadOptions, optimizer: Any) -> None:
-        self._model, self._optimizer = model, optimizer
+        self._model, self._optimizer = model, optimizers_of(optimizer)
+        check_belongs(model, self._optimizer)
         self._held = named_tensors(model)
         self._part = stand_in(model, local_shadow)
         whole = make_plan(stand_in(model, whole_shadow, views=True), path, options)

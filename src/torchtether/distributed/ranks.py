@@ -8,7 +8,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..errors import LoadError, TetherError
+from .._checks import describe
+from ..errors import ArgumentError, LoadError, TetherError
 
 
 class Ranks:
@@ -19,6 +20,9 @@ class Ranks:
     """
 
     def __init__(self, group: Any = None) -> None:
+        if group is not None and not (dist.is_available() and isinstance(group, dist.ProcessGroup)):
+            fix = "Give one of torch.distributed, or None for all ranks."
+            raise ArgumentError(f"is {describe(group)}, not a process group", name="process_group", fix=fix)
         is_up = dist.is_available() and dist.is_initialized()
         self.is_fake = is_up and dist.get_backend(group) == "fake"
         """Whether the backend is torch's ``fake``, which simulates a world size and has no other ranks."""

@@ -11,14 +11,15 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
-from ..checkpoint.saver import Aliases, HeldGroup, plan_groups
+from .._checks import check_callable, check_path
+from ..checkpoint.saver import Aliases, HeldGroup, Masters, as_saved, plan_groups
 from ..checkpoint.writer import FilePlan, ShardGroup, check_keys, check_target, plan_files, write_shard
 from ..errors import CheckpointError
 from ..files import FolderChange, beside, folder_for, put_in_place
 from ..formats import Contained, Writable, writable
 from ..progress import Progress, ticking
-from ..torch_private.modules import uncompiled
 from .flat import save_dcp
 from .optimizers import FOLDER, optimizer_tensors
 from .ranks import Ranks
@@ -32,17 +33,18 @@ def save(
     *,
     format: Literal["safetensors", "dcp"] | str = "safetensors",
     aliases: Aliases = "drop",
+    masters: Masters = "keep",
     max_shard_size: int | str | None = None,
-    optimizer: Any = None,
+    optimizer: Optimizer | None = None,
     progress: Progress = None,
     process_group: Any = None,
 ) -> None:
     """Write the tensors of ``model``, sharded over ranks, to ``path``: the bytes that one process would write.
 
-    The arguments are those of ``tt.save``; ``"safetensors"`` is its ``"native"``. Every rank of ``process_group`` (by
-    default all) calls it with the same arguments, and sees the same file system. The files of a save in shards
-    (``max_shard_size``) are written in parallel, each by one rank. The other ranks send it their rows, one tensor at a
-    time. A tensor that is not sharded is written as the first rank holds it.
+    The arguments are those of ``tt.save``, except ``metadata``; ``"safetensors"`` is its ``"native"``. Every rank of
+    ``process_group`` (by default all) calls it with the same arguments, and sees the same file system. The files of a
+    save in shards (``max_shard_size``) are written in parallel, each by one rank. The other ranks send it their rows,
+    one tensor at a time. A tensor that is not sharded is written as the first rank holds it.
 
     With ``optimizer`` its state is stored too, in the folder ``optimizer`` beside the model's files, once for a tied
     parameter; ``tt.distributed.load(..., optimizer=)`` restores it, on any number of ranks.
@@ -64,22 +66,25 @@ def save(
     ...     print(list(tt.open(folder)))
     ['bias', 'weight']
     """
-    ranks, model, path = Ranks(process_group), uncompiled(model), Path(path)
-    if format == "dcp":
-        with ranks.all_or_none(CheckpointError):
-            if max_shard_size is not None:
-                what = "cannot be given with format='dcp', which writes one file per rank"
-                raise CheckpointError(what, name="max_shard_size", fix="Leave it out.")
-        save_dcp(ranks, model, path, optimizer, aliases)
-        return
+    ranks = Ranks(process_group)
     with ranks.all_or_none(CheckpointError):
-        works = [_Save(ranks, model, path, format, aliases, max_shard_size)]
-        if optimizer is not None:
+        check_path(path)
+        check_callable(progress, "progress", or_flag=True)
+        path, works = Path(path), list[_Save]()
+        if format != "dcp":
+            works.append(_Save(ranks, model, path, format, aliases, masters, max_shard_size))
+        elif max_shard_size is not None:
+            what = "cannot be given with format='dcp', which writes one file per rank"
+            raise CheckpointError(what, name="max_shard_size", fix="Leave it out.")
+        if works and optimizer is not None:
             if not works[0].files.is_folder:
                 what = "is a single file, and the state of an optimizer is saved in a folder"
                 raise CheckpointError(what, name=str(path), fix="Give the path of a folder.")
-            state = optimizer_tensors(model, optimizer)
-            works.insert(0, _Save(ranks, state, path / FOLDER, "native", "drop", max_shard_size))
+            state = optimizer_tensors(as_saved(model), optimizer)
+            works.insert(0, _Save(ranks, state, path / FOLDER, "native", "drop", "keep", max_shard_size))
+    if format == "dcp":
+        save_dcp(ranks, model, path, optimizer, aliases, masters)
+        return
     for work in works:
         work.agree()
     with contextlib.ExitStack() as stack:
@@ -103,6 +108,7 @@ class _Save:
         path: Path,
         format: str,
         aliases: Aliases,
+        masters: Masters,
         max_shard_size: int | str | None,
     ) -> None:
         target: Writable = writable("native" if format == "safetensors" else format)
@@ -114,7 +120,7 @@ class _Save:
         self._ranks, self._found, self._sharded = ranks, found, found.sharded
         self._boxes = {name: _box(name, tensor) for name, tensor in found.sharded.items()}
         check_target(path, target, max_shard_size=max_shard_size)
-        groups = plan_groups(found.shadow, target, aliases)
+        groups = plan_groups(found.shadow, target, aliases, masters)
         check_keys(groups)
         if ranks.is_alone:
             self._check_alone()

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn.parameter import is_lazy
 
+from ..checkpoint.saver import as_saved
 from ..errors import CheckpointError
 from ..geometry.blocks import STOCK, is_strided
 from ..geometry.views import Shape
@@ -193,7 +194,7 @@ class Shadowed:
     """Hold a model (or a mapping) and its ``shadow`` of whole tensors; find the real tensor of each shadow."""
 
     def __init__(self, model: nn.Module | Mapping[str, Tensor]) -> None:
-        self.model = model
+        self.model = model = as_saved(model)
         self.shadow: nn.Module | Mapping[str, Tensor]
         if isinstance(model, nn.Module):
             reshard(model)

@@ -8,17 +8,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from ..errors import ConversionError, OptimizerError, TieError
+from .._checks import Model, as_module, describe
+from ..errors import ArgumentError, ConversionError, OptimizerError, TieError
 from ..exchange.optimizer_state import Optimizers, optimizers_of
 from ..geometry.blocks import blocks_of
 from ..geometry.views import View
 from ..schemes import Plain
 from ..ties.edit import tie as tie_names
 from ..ties.names import named_tensors
-from ..ties.records import find_ties
+from ..ties.records import as_ties, find_ties
 from ..torch_private.fsdp2 import follow_buffer, sharded_slots
 from ..torch_private.tensors import local_or_itself
 from ..weights.spec import Tie
@@ -30,7 +32,7 @@ from .views import ViewAlias, replace_by_views, restore_modules, view_aliases
 _FIX_PLAN = "Call plan_units on this model again."
 
 
-def shard(model: nn.Module, plan: UnitPlan, *, optimizer: Optimizers = None, **fully_shard_kwargs: Any) -> nn.Module:
+def shard(model: Model, plan: UnitPlan, *, optimizer: Optimizers = None, **fully_shard_kwargs: Any) -> Model:
     """Shard ``model`` by ``fully_shard`` in the units of ``plan``, keep its ties, and return it.
 
     Quantize before.  Parameters are new objects afterwards (DTensors): build the optimizer later, or give one that
@@ -59,9 +61,13 @@ def shard(model: nn.Module, plan: UnitPlan, *, optimizer: Optimizers = None, **f
 
     Raises:
         TieError: the plan has faults or is of another model, or names that it ties are not tied.
-        ConversionError: the model is sharded already, is under DDP, or Weights do not support the arguments.
+        ConversionError: the model is sharded already, is under DDP, or Weights do not support the arguments; or there
+            is no process group.
         OptimizerError: ``optimizer`` has state, holds parameters of another model, or a view without its owner.
     """
+    given, model = model, as_module(model)
+    if not isinstance(plan, UnitPlan):
+        raise ArgumentError(f"is {describe(plan)}, not a plan", name="plan", fix="Give what plan_units returned.")
     if plan.faults:
         raise TieError(
             f"the plan has {len(plan.faults)} faults: {' '.join(plan.faults)}",
@@ -92,7 +98,7 @@ def shard(model: nn.Module, plan: UnitPlan, *, optimizer: Optimizers = None, **f
     _verify(model, plan)
     followers.follow()
     guard(model, plan.ties)
-    return model
+    return given
 
 
 # -- before -----------------------------------------------------------------------------------------------------------
@@ -137,6 +143,10 @@ def _scheme(tensor: Tensor) -> Any:
 def _check_kwargs(plan: UnitPlan, kwargs: dict[str, Any]) -> None:
     """Raise unless the arguments of ``fully_shard`` fit the plan and its Weights."""
     mesh = kwargs["mesh"]
+    if mesh is not None and not isinstance(mesh, DeviceMesh):
+        raise ArgumentError(f"is {describe(mesh)}, not a DeviceMesh", name="mesh", fix="Call init_device_mesh.")
+    if mesh is None and not torch.distributed.is_initialized():
+        raise ConversionError("there is no process group", fix="Call torch.distributed.init_process_group first.")
     if mesh is None:
         size, replicas = torch.distributed.get_world_size(), 1
     else:
@@ -170,10 +180,14 @@ def restore_ties(model: nn.Module, ties: Iterable[Tie]) -> None:
     it (``shard`` does).  Two parameters over one memory become one too.  Buffers and views are not changed.
 
     Raises:
-        TieError: the names were placed differently, or hold other values by now.
+        TieError: the model lacks a name, the names were placed differently, or hold other values by now.
     """
+    model = as_module(model)
     tensors = named_tensors(model)
-    for tie in ties:
+    for tie in as_ties(ties, "ties"):
+        for name in tie.names:
+            if name not in tensors:
+                raise TieError(f"is not in the model, but in the tie {tie}", name=name, fix="Give ties of this model.")
         owner = tensors[tie.owner]
         for name, view in zip(tie.aliases, tie.views[1:], strict=True):
             held = tensors[name]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import is_lazy
 
-from .._checks import first_line
-from ..errors import RuleError, TetherError, TieError
+from .._checks import as_module, describe, first_line
+from ..errors import ArgumentError, RuleError, TetherError, TieError
 from ..geometry.groups import DisjointSets
 from ..schemes import Plain
 from ..ties.names import named_tensors, nearest
-from ..ties.records import find_ties, recorded_ties
+from ..ties.records import as_ties, find_ties, recorded_ties
 from ..torch_private.tensors import local_or_itself
 from ..weights.ops.sharding import cut_block, rows_per_rank
 from ..weights.spec import Tie
@@ -59,12 +59,17 @@ def plan_units(
 
     Raises:
         RuleError: ``unit_types`` match no module, or the mesh has no size.
+        ArgumentError: ``unit_types``, ``inputs`` or ``ties`` are something else.
 
     >>> model = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 4), nn.Linear(4, 10, bias=False))
     >>> model[2].weight = model[0].weight
     >>> [unit.label for unit in plan_units(model, nn.Linear, mesh=4).units]
     ['[0, 2]', '1', 'root']
     """
+    model, ties = as_module(model), as_ties(ties, "ties")
+    if inputs is not None and not isinstance(inputs, (tuple, list, Mapping)):
+        fix = "Give the arguments of one forward, such as (tokens,)."
+        raise ArgumentError(f"is {describe(inputs)}, not a tuple or a mapping", name="inputs", fix=fix)
     if policy not in ("group", "root"):
         raise RuleError(f"policy={policy!r} is neither 'group' nor 'root'")
     ranks, replicas = _sizes(mesh)
@@ -130,7 +135,7 @@ def _sizes(mesh: Mesh) -> tuple[int, int]:
     if mesh is None:
         is_up = torch.distributed.is_available() and torch.distributed.is_initialized()
         return (torch.distributed.get_world_size() if is_up else 1), 1
-    shape = tuple(mesh.shape) if isinstance(mesh, DeviceMesh) else (mesh,) if isinstance(mesh, int) else tuple(mesh)
+    shape = mesh.shape if isinstance(mesh, DeviceMesh) else mesh if isinstance(mesh, (tuple, list)) else (mesh,)
     if not 1 <= len(shape) <= 2 or not all(type(size) is int and size > 0 for size in shape):
         raise RuleError(f"mesh {mesh!r} is neither a number of ranks nor (replicas, ranks)")
     return shape[-1], shape[0] if len(shape) == 2 else 1
@@ -147,9 +152,13 @@ def _device_type(mesh: Mesh, tensors: dict[str, Tensor]) -> str:
 
 def _wanted(model: nn.Module, unit_types: UnitTypes) -> list[nn.Module]:
     """Return the modules that ``unit_types`` match; raise RuleError for a type that matches none."""
-    kinds = [unit_types] if isinstance(unit_types, (type, str)) else list(unit_types)
+    is_several = isinstance(unit_types, Iterable) and not isinstance(unit_types, (type, str))
+    kinds: Any = unit_types if is_several else [unit_types]
     found: dict[int, nn.Module] = {}
     for kind in kinds:
+        if not isinstance(kind, (type, str)):
+            fix = "Give classes of modules, or globs over their paths."
+            raise ArgumentError(f"holds {describe(kind)}, not a class or a glob", name="unit_types", fix=fix)
         matches = [
             module
             for path, module in model.named_modules(remove_duplicate=False)

@@ -44,6 +44,8 @@ def find_uses(model: nn.Module, inputs: Any) -> tuple[Use, ...]:
     >>> [(use.running, use.function) for use in find_uses(Tied(), (torch.tensor([1]),))]
     [(('', 'emb'), 'embedding'), (('',), '__get__')]
     """
+    args, kwargs = ((), dict(inputs)) if isinstance(inputs, Mapping) else (tuple(inputs), {})
+    args, kwargs = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), (args, kwargs))
     names: dict[int, str] = {}
     stand_ins: dict[int, Tensor] = {}
     for name, tensor in named_tensors(model).items():
@@ -56,8 +58,6 @@ def find_uses(model: nn.Module, inputs: Any) -> tuple[Use, ...]:
     for module in model.modules():
         handles.append(module.register_forward_pre_hook(_entering(stack, known[id(module)])))
         handles.append(module.register_forward_hook(lambda *_: _leave(stack), always_call=True))
-    args, kwargs = ((), dict(inputs)) if isinstance(inputs, Mapping) else (tuple(inputs), {})
-    args, kwargs = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), (args, kwargs))
     watch = _Watch(names, stack)
     slots: list[tuple[dict[str, Any], str, Tensor]] = [
         (held, leaf, tensor)  # type: ignore[misc]

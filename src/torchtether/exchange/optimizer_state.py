@@ -48,7 +48,7 @@ def optimizers_of(optimizer: Optimizers) -> tuple[Optimizer, ...]:
 def check_optimizer(model: nn.Module, optimizer: Optimizers) -> None:
     """Raise OptimizerError unless the optimizer holds every trainable parameter of ``model``, and no other tensor.
 
-    Frozen parameters may be absent. Several optimizers are taken together.
+    Frozen parameters may be absent. Several optimizers are taken together; none, ``None`` or ``[]``, hold no parameter.
 
     Raises:
         OptimizerError: naming what the optimizer lacks, and what it holds that the model does not have (any more).
@@ -89,8 +89,7 @@ def _difference(model: nn.Module, optimizer: Optimizers) -> tuple[list[str], lis
         names.setdefault(id(parameter), name)
     held: set[int] = set()
     foreign = []
-    optimizers = optimizers_of(optimizer)  # once: it may be a generator
-    for one in optimizers:
+    for one in optimizers_of(optimizer):
         for number, group in enumerate(one.param_groups):
             labels = group.get("param_names") or [f"index {i}" for i in range(len(group["params"]))]
             for label, parameter in zip(labels, group["params"], strict=True):
@@ -98,7 +97,7 @@ def _difference(model: nn.Module, optimizer: Optimizers) -> tuple[list[str], lis
                 if id(parameter) not in names:
                     foreign.append(f"group {number}, {label}, shape {tuple(parameter.shape)}")
     missing = [names[id(p)] for p in model.parameters() if p.requires_grad and id(p) not in held]
-    return (missing if optimizers else []), foreign
+    return missing, foreign
 
 
 def _error(missing: list[str], foreign: list[str]) -> OptimizerError:

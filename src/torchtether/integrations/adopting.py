@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .._checks import as_module, describe_some
+from .._checks import Model, as_module, describe_some
 from ..errors import ConversionError, RuleError, TetherError
 from ..exchange.exchange import Atomic, Exchange, tell_listeners
 from ..exchange.optimizer_state import Optimizers
@@ -40,7 +40,7 @@ class _Module(NamedTuple):
     library: str
 
 
-def adopt(model: nn.Module, *, optimizer: Optimizers = None, atomic: Atomic = "checked") -> nn.Module:
+def adopt(model: Model, *, optimizer: Optimizers = None, atomic: Atomic = "checked") -> Model:
     """Make the live modules of quanto, torchao and bitsandbytes plain modules that hold Weights; return the model.
 
     A quantized parameter becomes a Weight of the same shape (N, K) with the same codes, and stays the same Parameter

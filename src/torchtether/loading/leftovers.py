@@ -13,6 +13,7 @@ from .._checks import describe_some
 from ..errors import CheckpointError
 from ..integrations.imported import is_of_transformers
 from ..ties.names import nearest
+from .options import FLOATS
 from .steps import KEYS_SHOWN, Draft
 
 _GUESSES = 8
@@ -70,7 +71,11 @@ def check_copies(draft: Draft) -> None:
 
 
 def take_initial_values(draft: Draft, model: nn.Module) -> None:
-    """Have ``draft`` fill tensors that no file stores with values of the model's library that are not random."""
+    """Have ``draft`` fill tensors that no file stores with values of the model's library that are not random.
+
+    Parameters get the dtype that the user asks for, or else the one that all parameters get for which he asks none;
+    where these are several, and for buffers, such as frequencies, it is the model's.
+    """
     if not (draft.lost or draft.missing) or not any(map(is_of_transformers, model.modules())):
         return
     from ..integrations.transformers_values import initial_values, optional_names
@@ -81,7 +86,14 @@ def take_initial_values(draft: Draft, model: nn.Module) -> None:
     optional = {name for name in optional_names(model, draft.missing) if name in alone}
     draft.optional = {name for name in optional if not alone[name].is_meta}
     wanted = [name for name in (*draft.lost, *sorted(optional - draft.optional)) if name in alone]
-    draft.computed = initial_values(model, wanted)
+    asked = draft.targets.dtypes
+    others = {step.dtype for step in draft.steps if isinstance(step.held, nn.Parameter) and step.name not in asked}
+    others &= {*FLOATS}
+    common = others.pop() if len(others) == 1 else None
+    for name, value in initial_values(model, wanted).items():
+        is_converted = isinstance(alone[name], nn.Parameter) and value.dtype in FLOATS
+        dtype = asked.get(name, common) if is_converted else None
+        draft.computed[name] = value.to(dtype or value.dtype)
     draft.lost = [name for name in draft.lost if name not in draft.computed]
     draft.missing = [name for name in draft.missing if name not in draft.computed]
 

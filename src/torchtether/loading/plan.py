@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +14,8 @@ from .._interruptions import uncollected
 from ..checkpoint.reader import Checkpoint
 from ..conversion import materializing
 from ..conversion.selection import Rules, matched_names
-from ..errors import LoadError
-from ..exchange.optimizer_state import optimizers_of
+from ..errors import LoadError, OptimizerError
+from ..exchange.optimizer_state import Optimizers, check_belongs, optimizers_of
 from ..pictures.drawing import describe_bytes
 from ..progress import Meter, Progress, ticking
 from ..renaming.steps import Rename
@@ -53,7 +52,7 @@ class LoadPlan:
         checkpoint: Checkpoint,
         found: Draft,
         options: LoadOptions,
-        optimizer: Any = None,
+        optimizer: Optimizers = None,
         mmap: bool = False,
     ) -> None:
         self.model: nn.Module = model
@@ -91,7 +90,12 @@ class LoadPlan:
         return "\n".join([*lines, *([f"  {left}"] if left else [])])
 
     def check(self) -> None:
-        """Raise LoadError if there are faults; its ``faults`` attribute has all of them."""
+        """Raise LoadError if there are faults; its ``faults`` attribute has all of them.
+
+        If the only fault is an optimizer of another model, raise OptimizerError.
+        """
+        if len(self.faults) == 1:
+            check_belongs(self.model, self._optimizer)
         if self.faults:
             raise_faults(self.faults, str(self.checkpoint.path), "All of them are in tt.plan_load(...).faults.")
 
@@ -102,8 +106,8 @@ class LoadPlan:
         once: after an error, ``apply`` continues with the unfinished steps. Buffers that ``tt.on_meta`` recorded are
         computed together, by an ``apply`` whose ``only`` covers all of them, once nothing else is on ``meta``.
 
-        Raises LoadError, before anything changes, if there is a fault, a glob matches no name of the model, or the
-        model has changed since it was planned.
+        Raises, before anything changes, as ``check`` if there is a fault, and LoadError if a glob matches no name of
+        the model, or the model has changed since it was planned.
 
         >>> import torch, torchtether as tt, tempfile
         >>> with tempfile.TemporaryDirectory() as folder, torch.device("meta"):
@@ -219,7 +223,7 @@ def plan_load(
     strict: bool = True,
     ties: Ties = "match",
     rename: Rename = None,
-    optimizer: Any = None,
+    optimizer: Optimizers = None,
     mmap: bool = False,
     revision: str | None = None,
 ) -> LoadPlan:
@@ -244,7 +248,7 @@ def make_plan(
     model: nn.Module,
     path: Path | str,
     options: LoadOptions,
-    optimizer: Any = None,
+    optimizer: Optimizers = None,
     mmap: bool = False,
     revision: str | None = None,
 ) -> LoadPlan:
@@ -252,12 +256,16 @@ def make_plan(
     model = as_module(model)
     check_flag(options.strict, "strict")
     check_flag(mmap, "mmap")
-    if optimizer is not None:
-        optimizer = optimizers_of(optimizer)
+    optimizers = optimizers_of(optimizer)
     with uncollected():
         checkpoint = Checkpoint(path, revision=revision)
         try:
-            return LoadPlan(model, checkpoint, match(model, checkpoint, options), options, optimizer, mmap)
+            found = match(model, checkpoint, options)
+            try:
+                check_belongs(model, optimizers)
+            except OptimizerError as error:
+                found.faults.append(str(error))
+            return LoadPlan(model, checkpoint, found, options, optimizers, mmap)
         except BaseException:
             checkpoint.close()
             raise
@@ -274,7 +282,7 @@ def load(
     ties: Ties = "match",
     rename: Rename = None,
     progress: Progress = None,
-    optimizer: Any = None,
+    optimizer: Optimizers = None,
     mmap: bool = False,
     revision: str | None = None,
 ) -> LoadReport:
@@ -312,7 +320,9 @@ def load(
     A real tensor that keeps dtype and device is filled in place, so all tensors that share its memory see the values.
     Tied names are loaded once; an alias that the file leaves out is not missing. A weight that the file stores
     quantized becomes a ``Weight``. Non-persistent buffers that are real stay as they are. On ``meta`` they are computed
-    from the record of ``tt.on_meta``, read from the file, or computed as transformers does for its models.
+    from the record of ``tt.on_meta``, read from the file, or computed as transformers does for its models. So are, for
+    its models on ``meta``, parameters that no file stores (sinusoidal positions): in ``dtype``, or by default in the
+    dtype that the other parameters take from the file.
 
     For a model of transformers 5, the names and shapes in files of ``save_pretrained`` may differ from the model's:
     without ``rename`` its conversion mapping gives the rules, as in ``torchtether.integrations.transformers_names``.
@@ -325,6 +335,7 @@ def load(
         CheckpointError: a file is absent or damaged; nothing has changed.  If a file turns out to be cut short or
             unreadable while real tensors are filled, some have changed: the error names finished and unfinished ones.
         LoadError: the checkpoint does not fit the model; all faults are listed, and nothing has changed.
+        OptimizerError: the only fault is that the optimizer belongs to another model; nothing has changed.
         ConversionError: something holds a parameter that must be exchanged; nothing has changed.
 
     >>> import torch, torchtether as tt, tempfile

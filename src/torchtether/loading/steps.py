@@ -196,7 +196,7 @@ def find_targets(model: nn.Module, options: LoadOptions, faults: list[str]) -> T
     devices = _by_name("device", options.device, _check_device, components, ties, faults)
     schemes: dict[str, Scheme] = {}
     try:
-        schemes = schemes_for(model, options.quantize, ties.values())
+        schemes = schemes_for(model, options.quantize, ties.values(), argument="quantize")
     except TetherError as error:
         faults.append(str(error))
     modules = dict(model.named_modules())
@@ -250,8 +250,12 @@ def _by_name(
 def _check_dtype(dtype: Any) -> torch.dtype:
     """Return ``dtype``; raise ValueError unless it is a dtype to compute in."""
     if dtype not in FLOATS:
-        fix = "Use quantize=." if isinstance(dtype, torch.dtype) and dtype.itemsize == 1 else "Give a float dtype."
-        raise ValueError(f"{dtype} is not a dtype to compute in. {fix}")
+        fix = (
+            "Use quantize=."
+            if isinstance(dtype, torch.dtype) and dtype.itemsize == 1
+            else "Give one such as torch.bfloat16."
+        )
+        raise ValueError(f"{dtype!r:.40} is not a dtype to compute in. {fix}")
     return dtype  # type: ignore[no-any-return]
 
 

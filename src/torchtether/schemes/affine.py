@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import compiled
-from .._dtypes import dtype_name
+from .._dtypes import check_dtype, dtype_name
 from ..errors import SchemeError
 from ..geometry.views import Shape
 from . import encoders
@@ -72,9 +72,7 @@ class Affine(Blocked):
         if type(self.bits) is not int or not 1 <= self.bits <= 8:
             raise SchemeError(f"bits must be an int from 1 to 8, got {self.bits!r}", name="Affine")
         check_block(self.block, "Affine")
-        if self.scale_dtype not in SCALE_DTYPES:
-            known = ", ".join(map(dtype_name, SCALE_DTYPES))
-            raise SchemeError(f"scale_dtype must be one of {known}, got {self.scale_dtype}", name="Affine")
+        check_dtype(self.scale_dtype, SCALE_DTYPES, "scale_dtype", "Affine")
         if self.narrow_range and (not self.symmetric or self.bits == 1):
             raise SchemeError("narrow_range needs a symmetric scheme of 2 bits or more", name="Affine")
         if not (isinstance(self.unit, float) and 2.0**-64 <= self.unit <= 2.0**64):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import compiled
-from .._dtypes import dtype_name
+from .._dtypes import check_dtype, dtype_name
 from ..errors import SchemeError
 from ..geometry.views import Shape
 from .bits import pack_into, unpack
@@ -69,9 +69,7 @@ class Biased(Blocked):
         if self.fit not in (*FITS, "hqq"):
             raise SchemeError(f"fit must be one of {', '.join((*FITS, 'hqq'))}, got {self.fit!r}", name="Biased")
         for name in ("scale_dtype", "arithmetic"):
-            if getattr(self, name) not in FLOATS:
-                known = ", ".join(map(dtype_name, FLOATS))
-                raise SchemeError(f"{name} must be one of {known}, got {getattr(self, name)}", name="Biased")
+            check_dtype(getattr(self, name), FLOATS, name, "Biased")
 
     @property
     def _steps(self) -> int:

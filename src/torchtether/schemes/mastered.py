@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .._checks import describe
-from .._dtypes import dtype_name
+from .._dtypes import check_dtype, dtype_name
 from ..errors import SchemeError
 from ..geometry.views import Shape
 from ..torch_private.tensors import is_fake
@@ -55,9 +55,7 @@ class Mastered(Scheme):
         if not isinstance(self.scheme, Scheme) or self.scheme.transparent or isinstance(self.scheme, Mastered):
             got = str(self.scheme) if isinstance(self.scheme, Scheme) else describe(self.scheme)
             raise SchemeError(f"needs a scheme of codes, got {got}", name=name, fix="Give one such as tt.int8().")
-        if self.dtype not in DTYPES:
-            known = ", ".join(map(dtype_name, DTYPES))
-            raise SchemeError(f"dtype must be one of {known}, got {self.dtype}", name=name)
+        check_dtype(self.dtype, DTYPES, "dtype", name)
 
     def __str__(self) -> str:
         return f"Mastered({self.scheme}, {dtype_name(self.dtype)})"

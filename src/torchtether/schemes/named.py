@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from .._checks import check_flag
+from .._checks import check_flag, describe
 from ..errors import RuleError, SchemeError
 from .affine import Affine
 from .codebook import Codebook
@@ -188,6 +188,8 @@ def resolve(scheme: str | Scheme) -> Scheme:
     if isinstance(scheme, str) and scheme in NAMED:
         return NAMED[scheme]()
     if not isinstance(scheme, str):
-        raise RuleError(f"a scheme or its name is needed, got {type(scheme).__name__}", fix="Try 'int8', or tt.int8().")
+        raise RuleError(f"a scheme or its name is needed, got {describe(scheme)}", fix="Try 'int8', or tt.int8().")
+    if scheme.partition("(")[0] in NAMED:
+        raise RuleError(f"{scheme!r} is text with options, and only names are taken as text", fix=f"Give tt.{scheme}.")
     near = difflib.get_close_matches(scheme.lower(), NAMED, n=1, cutoff=0.0)[0]
     raise RuleError(f"unknown scheme {scheme!r}, known are {', '.join(NAMED)}", fix=f"Did you mean {near!r}?")

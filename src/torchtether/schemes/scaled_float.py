@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import compiled
-from .._dtypes import dtype_name
+from .._dtypes import check_dtype
 from ..errors import SchemeError
 from ..geometry.views import Shape
 from ..torch_private.observers import is_direct
@@ -126,9 +126,7 @@ class ScaledFloat(Blocked):
         if self.element not in ELEMENTS:
             raise SchemeError(f"element must be one of {', '.join(ELEMENTS)}, got {self.element!r}", name=name)
         check_block(self.block, name)
-        if self.scale_dtype not in SCALE_DTYPES:
-            known = ", ".join(map(dtype_name, SCALE_DTYPES))
-            raise SchemeError(f"scale_dtype must be one of {known}, got {self.scale_dtype}", name=name)
+        check_dtype(self.scale_dtype, SCALE_DTYPES, "scale_dtype", name)
         if self.scale_rounding not in ROUNDINGS:
             raise SchemeError(
                 f"scale_rounding must be one of {', '.join(ROUNDINGS)}, got {self.scale_rounding!r}", name=name

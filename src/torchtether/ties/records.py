@@ -46,6 +46,15 @@ def recorded_ties(model: nn.Module) -> tuple[Tie, ...]:
     return tuple(dict.fromkeys(tie for tie in carried if tie is not None))
 
 
+def as_ties(ties: object, name: str) -> tuple[Tie, ...]:
+    """Return ``ties`` as a tuple. Raise ArgumentError unless all of them are ties."""
+    found = tuple(ties) if isinstance(ties, Iterable) else (ties,)
+    for one in found:
+        if not isinstance(one, Tie):
+            raise ArgumentError(f"holds {describe(one)}, not ties", name=name, fix="Give what tt.find_ties returned.")
+    return found
+
+
 def record_ties(model: nn.Module, names: Iterable[str] | None = None) -> None:
     """Set the record of each Weight among ``names`` (all, if ``None``) to the tie that is live now, or to none."""
     wanted = None if names is None else set(names)
@@ -70,15 +79,7 @@ def check_ties(model: nn.Module, expected: Iterable[Tie] | None = None) -> None:
     torchtether.errors.TieError: bias: is not tied to weight, but recorded as tied. Call tt.tie(model, 'weight', ...
     """
     model = as_module(model)
-    try:
-        records = recorded_ties(model) if expected is None else tuple(expected)
-        wrong = next((one for one in records if not isinstance(one, Tie)), None)
-    except TypeError:
-        records, wrong = (), expected  # type: ignore[assignment]
-    if wrong is not None:
-        raise ArgumentError(
-            f"holds {describe(wrong)}, not ties", name="expected", fix="Give what tt.find_ties returned."
-        )
+    records = recorded_ties(model) if expected is None else as_ties(expected, "expected")
     components: dict[str, Component | None] = dict.fromkeys(named_tensors(model))
     components.update((name, component) for component in shared_components(model) for name in component.names)
     claimed: dict[str, Tie] = {}

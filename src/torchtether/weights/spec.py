@@ -11,13 +11,20 @@ import torch
 from torch import Tensor
 
 from .._dtypes import dtype_from_name, dtype_name
-from ..errors import SchemeError, TieError
+from ..errors import ArgumentError, SchemeError, TieError
 from ..geometry.views import Shape, View, contiguous_stride
 from ..schemes import Plain, Scheme, scheme_from_json
 from ..torch_private.observers import cached
 
 ACTIVATIONS = ("int8", "float8", "mxfp8", "mxfp4", "nvfp4")
 """The formats to which a Weight can round the inputs of its products."""
+
+
+def check_activations(value: object, name: str) -> None:
+    """Raise ArgumentError unless ``value`` is one of ``ACTIVATIONS`` or None."""
+    if value is not None and value not in ACTIVATIONS:
+        known = ", ".join(map(repr, ACTIVATIONS))
+        raise ArgumentError(f"is {value!r:.40}, not one of {known} or None", name=name, fix="Give one of them.")
 
 
 @dataclass(frozen=True)
@@ -114,6 +121,9 @@ class WeightSpec:
     tie: Tie | None = None
     activations: str | None = None
     trained: bool = dataclasses.field(default=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        check_activations(self.activations, "activations")
 
     @staticmethod
     def of(shape: Shape, dtype: torch.dtype, scheme: Scheme, tie: Tie | None = None) -> WeightSpec:

@@ -176,9 +176,13 @@ class Weight(Exporting):
         return found
 
     def set_activations(self, activations: str | None) -> None:
-        """Set the format to which ``F.linear`` rounds its inputs: one of ``spec.ACTIVATIONS``, or ``None`` for none."""
+        """Set the format to which ``F.linear`` rounds its inputs, as ``tt.quantize_activations`` explains them.
+
+        Raises ArgumentError for any other value than those.
+        """
+        spec = self._spec.replace(activations=activations)
         self._kernel_layout = None  # so that other threads call no kernel with the old layout
-        self._spec = self._spec.replace(activations=activations)
+        self._spec = spec
         self._kernel_layout = _UNKNOWN
 
     @property
