@@ -12,7 +12,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..checkpoint.saver import Aliases, HeldGroup, plan_groups
+from ..checkpoint.saver import Aliases, HeldGroup, check_values, plan_groups
 from ..checkpoint.writer import FilePlan, ShardGroup, check_keys, check_target, plan_files, write_shard
 from ..errors import CheckpointError
 from ..files import FolderChange, beside, folder_for, put_in_place
@@ -22,7 +22,7 @@ from ..torch_private.modules import uncompiled
 from .flat import save_dcp
 from .optimizers import FOLDER, optimizer_tensors
 from .ranks import Ranks
-from .shadows import Shadowed, box_of
+from .shadows import Shadowed, box_of, local_of
 from .transfers import Item, Transfers
 
 
@@ -202,7 +202,8 @@ def _packed(steps: Iterator[tuple[Item, Tensor] | None]) -> Iterator[tuple[str, 
 
 
 def _box(name: str, tensor: DTensor) -> Any:
-    """Return this rank's box of ``tensor``; raise CheckpointError if it holds none."""
+    """Return this rank's box of ``tensor``; raise CheckpointError if it holds none, or no values."""
+    check_values(name, local_of(tensor))
     try:
         return box_of(tensor)
     except NotImplementedError as error:
