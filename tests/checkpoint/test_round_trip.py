@@ -9,9 +9,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch._subclasses import FakeTensorMode
+from torch.testing._internal.two_tensor import TwoTensor
 
 import torchtether as tt
 from tests.loading.models import MODELS, Fused, Odd, Slices, Storage, Tied, Turned, build
+from tests.testing.classes import Sixteenths
 from torchtether.files import DTYPES, KEY, TensorFile
 from torchtether.ties.names import named_tensors
 
@@ -295,6 +298,38 @@ def test_arguments_that_mean_nothing_are_refused(tmp_path, change, what):
 def test_what_cannot_be_saved_is_named(tmp_path, named, what):
     with pytest.raises(tt.CheckpointError, match=what):
         tt.save(named, tmp_path / "x.safetensors")
+    assert list(tmp_path.iterdir()) == []
+
+
+def _freed(tensor):
+    parts = tensor.parts.values() if isinstance(tensor, tt.Weight) else (tensor,)
+    for part in parts:
+        part.untyped_storage().resize_(0)
+    return tensor
+
+
+def _fake():
+    with FakeTensorMode():
+        return torch.ones(3)
+
+
+@pytest.mark.parametrize(
+    ("make", "what"),
+    [
+        (Sixteenths.random, "a: it is a Sixteenths of tests, which keeps its values in other tensors"),
+        (lambda: TwoTensor(torch.ones(2), torch.ones(2)), "a: it is a TwoTensor of torch, which keeps"),
+        (lambda: _freed(torch.ones(3)), "a: its memory is freed or fake"),
+        (lambda: _freed(tt.Weight.encode(torch.ones(2, 2), tt.int8())), "a: its memory is freed or fake"),
+        (lambda: _freed(tt.Weight.encode(torch.ones(2, 2), tt.Plain())), "a: its memory is freed or fake"),
+        (_fake, "a: its memory is freed or fake"),
+    ],
+)
+@pytest.mark.parametrize("options", [{}, {"aliases": "copy"}, {"format": "gguf"}, {"format": "comfy"}])
+def test_a_tensor_without_memory_of_its_own_is_named(tmp_path, make, what, options):
+    tensor = make()
+    path = tmp_path / ("x.gguf" if options.get("format") == "gguf" else "x.safetensors")
+    with pytest.raises(tt.CheckpointError, match=what):
+        tt.save({"a": tensor, "b": tensor}, path, **options)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -33,6 +33,32 @@ def check(model, wanted):
     assert model.head.weight is model.emb.weight
 
 
+class Counted(nn.Linear):
+    """Returns a tensor as extra state, and takes one."""
+
+    calls = 0
+
+    def get_extra_state(self):
+        return torch.tensor(self.calls)
+
+    def set_extra_state(self, state):
+        self.calls = state.item()
+
+
+def extra_state(folder):
+    model = nn.Sequential(Counted(4, 4))
+    model[0].calls = 7
+    fully_shard(model)
+    tt.distributed.save(model, folder)
+    again = fully_shard(nn.Sequential(Counted(4, 4)))
+    tt.distributed.load(again, folder)
+    return again[0].calls
+
+
+def test_extra_state_comes_back_on_every_rank(tmp_path):
+    assert spawn(extra_state, 2, tmp_path) == [7, 7]
+
+
 # -- what is loaded ---------------------------------------------------------------------------------------------------
 
 

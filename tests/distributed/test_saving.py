@@ -12,11 +12,13 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import torchtether as tt
 import torchtether.distributed
 from tests.distributed.nets import Tied, build, loaded, same_rows, step, tokens
 from tests.distributed.spawn import spawn
+from tests.testing.classes import Sixteenths
 
 SCHEMES = {
     "float": None,
@@ -381,4 +383,39 @@ def differs(folder):
 def test_ranks_that_hold_different_tensors_are_told(tmp_path):
     for said in spawn(differs, 2, tmp_path):
         assert "rank 1 holds other tensors than rank 0" in said
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("format", ["safetensors", "dcp"])
+def test_a_class_of_others_is_refused_and_never_pickled(tmp_path, format):
+    model, moments = nn.Linear(16, 8), {"a": torch.ones(3)}
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer.state[model.bias]["exp_avg"] = Sixteenths.random()
+    with pytest.raises(tt.CheckpointError, match="bias.exp_avg: it is a Sixteenths of tests"):
+        tt.distributed.save(model, tmp_path / "x", format=format, optimizer=optimizer)
+    model.weight = nn.Parameter(Sixteenths.random(), requires_grad=False)
+    moments["a"].untyped_storage().resize_(0)
+    for given, what in ((model, "weight: it is a Sixteenths of tests"), (moments, "a: its memory is freed")):
+        with pytest.raises(tt.CheckpointError, match=what):
+            tt.distributed.save(given, tmp_path / "x", format=format)
+    assert list(tmp_path.iterdir()) == []
+
+
+def saves_what_has_no_memory(folder):
+    model = fully_shard(nn.Linear(4, 4))
+    said = []
+    for save, options in ((tt.save, {}), (tt.distributed.save, {}), (tt.distributed.save, {"format": "dcp"})):
+        try:
+            save(model, folder / "x", **options)
+        except tt.CheckpointError as error:
+            said.append(str(error))
+        model.weight.to_local().untyped_storage().resize_(0)
+    return said
+
+
+def test_a_shard_without_memory_is_refused(tmp_path):
+    for said in spawn(saves_what_has_no_memory, 2, tmp_path):
+        assert said[0] == "weight: it is a DTensor. Use tt.distributed.save."
+        assert len(said) == 3
+        assert all("weight: its memory is freed or fake" in text for text in said[1:]), said
     assert list(tmp_path.iterdir()) == []

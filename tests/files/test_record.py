@@ -88,6 +88,11 @@ LIES = {
     "crc_upper": ({"crc32": {"a": "0000000A"}}, "a: the checksum '0000000A' is not 8"),
     "crc_line": ({"crc32": {"a": "00000000\n"}}, "a: the checksum .* is not 8"),
     "crc_digits": ({"crc32": {"a": "\u0660" * 8}}, "a: the checksum .* is not 8"),
+    "compute_kind": ({"dtypes": ["a"]}, "'dtypes' of the torchtether record is not a dict"),
+    "compute_none": ({"dtypes": {"a": None}}, "a: a weight cannot compute in the dtype None"),
+    "compute_name": ({"dtypes": {"a": "Tensor"}}, "a: a weight cannot compute in the dtype 'Tensor'"),
+    "compute_whole": ({"dtypes": {"a": "int64"}}, "a: a weight cannot compute in the dtype 'int64'"),
+    "compute_8_bits": ({"dtypes": {"a": "float8_e4m3fn"}}, "a: a weight cannot compute in the dtype"),
     "no_parts": ({"weights": {"w": {}}}, "w: the record of this weight has no list of parts"),
     "scheme": (weight(scheme={"kind": "nope"}), "w: the record of this weight is invalid: unknown scheme kind 'nope'"),
     "scheme_field": (weight(scheme={"kind": "affine", "bits": "x"}), "w: the record of this weight is invalid"),
@@ -144,11 +149,13 @@ def test_a_record_and_its_json_are_inverses():
         {"t": (1, 4)},
         frozenset({"b"}),
         {"t": 0xCBF43926, "a": 5},
+        {"x": torch.bfloat16},
     )
     text = record.metadata()[KEY]
     assert text == record.metadata()[KEY]
     assert json.loads(text)["v"] == 1
     assert json.loads(text)["crc32"] == {"a": "00000005", "t": "cbf43926"}
+    assert json.loads(text)["dtypes"] == {"x": "bfloat16"}
     assert record.metadata()["b"] == "a"
     assert "c" not in record.metadata()  # the flat pair can only say "all of it"
     assert record.metadata()["format"] == "pt"

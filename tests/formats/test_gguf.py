@@ -211,13 +211,16 @@ def test_one_file_of_its_own(tmp_path):
         tt.save(one, tmp_path / "x.safetensors", metadata={"a": 1})
 
 
-def test_tied_names_are_stored_once_or_all(tmp_path):
+def test_tied_names_are_stored_once_or_all_and_stay_tied(tmp_path):
     w = torch.randn(2, 32)
     tt.save({"emb": w, "head": w}, tmp_path / "x.gguf", format="gguf")
     tt.save({"emb": w, "head": w}, tmp_path / "y.gguf", format="gguf", aliases="copy")
     with tt.open(tmp_path / "x.gguf") as once, tt.open(tmp_path / "y.gguf") as both:
-        assert list(once) == ["emb"]
-        assert torch.equal(both["head"], w)
+        assert (list(once.store.header.tensors), list(both.store.header.tensors)) == (["emb"], ["emb", "head"])
+        for checkpoint in (once, both):
+            assert [tie.names for tie in checkpoint.ties] == [("emb", "head")]
+            assert torch.equal(checkpoint["head"], w)
+            assert checkpoint["emb"].data_ptr() == checkpoint["head"].data_ptr()
     with pytest.raises(tt.TieError, match="cannot store views"):
         tt.save({"emb": w, "head": w[1:]}, tmp_path / "z.gguf", format="gguf")
 

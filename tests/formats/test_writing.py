@@ -271,6 +271,62 @@ def test_a_model_whose_config_names_no_dtype_runs_as_it_was_saved(tmp_path, form
     assert torch.equal(back.mid(values), model.mid(values))
 
 
+@pytest.mark.parametrize("named", [None, "float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("format", "scheme"),
+    [
+        ("compressed-tensors", "int8"),
+        ("compressed-tensors", "int4(32, symmetric=True, scale_dtype=float16)"),
+        ("comfy", "fp8(granularity=tensor)"),
+        ("bitsandbytes", "nf4"),
+        ("bitsandbytes", bitsandbytes.INT8),
+        ("sinq", "sinq(8)"),
+        ("gguf", MID["gguf"]),
+    ],
+)
+def test_a_weight_computes_in_its_dtype_whatever_a_config_names(tmp_path, format, scheme, dtype, named):
+    """Also where no plain weight is beside it, from which a reader could take the dtype."""
+    if named is not None:
+        (tmp_path / "config.json").write_text(json.dumps({"dtype": named}))
+    path = tmp_path / "x.gguf" if format == "gguf" else tmp_path
+    model = nn.Sequential(nn.Linear(64, 32, bias=False)).to(dtype)
+    tt.quantize(model, scheme_from_text(scheme) if isinstance(scheme, str) else scheme)
+    tt.save(model, path, format=format)
+    with tt.on_meta():
+        back = nn.Sequential(nn.Linear(64, 32, bias=False))
+    tt.load(back, path)
+    assert back[0].weight.dtype == dtype
+    assert torch.equal(back[0].weight.dequantize(), model[0].weight.dequantize())
+
+
+@pytest.mark.parametrize("format", ["compressed-tensors", "gguf"])
+def test_convert_writes_the_dtype_that_it_prints(tmp_path, capsys, format):
+    tt.save(tt.quantize(_model(), {"mid.weight": scheme_from_text(MID["gguf"])}), tmp_path / "one")
+    (tmp_path / "one" / "config.json").write_text('{"dtype": "float32"}')
+    target = tmp_path / ("two.gguf" if format == "gguf" else "two")
+    assert main(["convert", str(tmp_path / "one"), str(target), "--format", format, "--dtype", "bfloat16"]) == 0
+    assert "to compute in bfloat16 instead of float32" in capsys.readouterr().out
+    with tt.open(target) as checkpoint:
+        assert checkpoint.spec("mid.weight").dtype == torch.bfloat16
+
+
+def test_a_dtype_of_the_record_is_only_that_of_a_weight(tmp_path):
+    """Another tool may have decoded it, or renamed it, and left the metadata as it was."""
+    tt.save(tt.quantize(_model(), {"mid.weight": "int8"}), tmp_path, format="compressed-tensors")
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    with safe_open(file, "pt") as opened:
+        record = json.loads(opened.metadata()[KEY])
+    del record["crc32"]
+    record["dtypes"] = {"mid.weight": "float16", "mid.bias": "float16", "gone": "float16"}
+    save_file(tensors, file, metadata={KEY: json.dumps(record), "format": "pt"})
+    with tt.open(tmp_path) as checkpoint:
+        assert checkpoint.spec("mid.weight").dtype == torch.float16
+        assert checkpoint.spec("mid.bias").dtype == torch.float32
+        assert "gone" not in checkpoint
+
+
 def test_quantize_into_a_format(tmp_path):
     tt.save({"m.weight": random(64, 64), "m.bias": random(64)}, tmp_path / "one")
     command = ["quantize", str(tmp_path / "one"), str(tmp_path / "two"), "--scheme", "nf4", "--format", "bitsandbytes"]

@@ -244,6 +244,50 @@ def test_a_name_that_is_renamed_to_nothing_is_left_out(tmp_path):
     assert model.weight.tolist() == [[1, 1], [1, 1]]
 
 
+class Counted(nn.Linear):
+    """Returns a tensor as extra state, and takes one."""
+
+    calls = 0
+
+    def get_extra_state(self):
+        return torch.tensor(self.calls)
+
+    def set_extra_state(self, state):
+        self.calls = state.item()
+
+
+def _counted(*calls):
+    made = [Counted(2, 2) for _ in calls]
+    for module, number in zip(made, calls, strict=True):
+        module.calls = number
+    return nn.Sequential(*made, made[0], nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "pt"])
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_tensor_of_extra_state_comes_back(tmp_path, suffix, strict):
+    model, path = _counted(7, 8), tmp_path / f"x.{suffix}"
+    torch.save(model.state_dict(), path) if suffix == "pt" else tt.save(model, path)
+    with torch.device("meta"):
+        again = _counted(0, 0)
+    report = tt.load(again, path, strict=strict)
+    assert (report.missing_keys, report.unexpected_keys) == ((), ())
+    assert [again[i].calls for i in range(3)] == [7, 8, 7]
+    plan = tt.plan_load(_counted(0, 0), path)
+    assert [name for name in plan.left if "extra" in name] == [f"{i}._extra_state" for i in range(3)]
+    plan.apply(only="1._extra_state")
+    assert [plan.model[i].calls for i in range(3)] == [0, 8, 0]
+    plan.apply()
+    assert ([plan.model[i].calls for i in range(3)], plan.left) == ([7, 8, 7], ())
+
+
+def test_extra_state_is_unexpected_where_no_module_takes_it(tmp_path):
+    tt.save(_counted(1, 2), tmp_path)
+    plain = nn.Sequential(*(nn.Linear(2, 2) for _ in range(4)))
+    with pytest.raises(tt.LoadError, match="0._extra_state: the model does not have it"):
+        tt.load(plain, tmp_path, ties="model")
+
+
 def test_progress_is_told_every_byte(saved, capsys):
     _, folder = saved
     told = []

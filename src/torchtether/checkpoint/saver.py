@@ -15,10 +15,11 @@ from .._checks import check_callable, check_path, describe
 from ..errors import ArgumentError, CheckpointError, TieError
 from ..files import CODES, HIDDEN, Pairs, check_writable
 from ..formats import Contained, Writable, writable
-from ..geometry.blocks import blocks_of
+from ..geometry.blocks import blocks_of, has_values, is_strided
 from ..geometry.views import View, contiguous_stride
 from ..progress import Progress
 from ..ties.components import Component, find_components, tie_of
+from ..ties.names import is_sharded
 from ..ties.spans import member_view, plain_values
 from ..torch_private.modules import uncompiled
 from ..weights.spec import Tie
@@ -66,8 +67,8 @@ def save(
     A scheme that changes no value (``Plain``) is not recorded: its tensor is stored unchanged.
 
     Raises:
-        CheckpointError: a tensor has no values or a dtype that the format lacks, two keys collide, the system cannot
-            write, or another save does not end.
+        CheckpointError: a tensor has no values, keeps them in other tensors (a DTensor, a class of another library) or
+            has a dtype that the format lacks, two keys collide, the system cannot write, or another save does not end.
         TieError: tie records of Weights in a state dict tie names with different values; or ``format`` cannot record a
             view.
         SchemeError: ``format`` cannot store the scheme of a Weight, or its readers cannot load a quantized embedding.
@@ -159,10 +160,24 @@ def _named(model: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
             raise CheckpointError("the name of a tensor must be text, and not empty", name=repr(name))
         if isinstance(tensor, Tensor) and is_lazy(tensor):
             raise CheckpointError("it is lazy and has no values yet", name=name, fix="Run the model once, then save.")
-        check_writable(name, tensor)
+        check_values(name, tensor)
         if name.startswith(HIDDEN):
             raise CheckpointError(f"names that begin with {HIDDEN} are reserved", name=name, fix="Rename it.")
     return dict(found)
+
+
+def check_values(name: str, tensor: Tensor) -> None:
+    """Raise CheckpointError, naming ``name``, unless ``tensor``, or each part of a Weight, has memory to be written."""
+    for part in tensor.parts.values() if isinstance(tensor, Weight) else (tensor,):
+        check_writable(name, part)
+        if is_sharded(part):
+            raise CheckpointError("it is a DTensor", name=name, fix="Use tt.distributed.save.")
+        if not is_strided(part):
+            library = type(part).__module__.partition(".")[0]
+            what = f"it is {describe(part)} of {library}, which keeps its values in other tensors"
+            raise CheckpointError(what, name=name, fix="Call tt.adopt(model), or save its values as a plain tensor.")
+        if not has_values(part):
+            raise CheckpointError("its memory is freed or fake, so it has no values", name=name, fix="Load it first.")
 
 
 def _without_master(tensor: Tensor) -> Tensor:

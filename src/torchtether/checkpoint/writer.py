@@ -19,6 +19,7 @@ from ..files import (
     GGUF_SUFFIX,
     HEADERS,
     INDEX_SUFFIX,
+    KEY,
     PICKLED,
     SUFFIX,
     FolderChange,
@@ -205,10 +206,14 @@ def _write_contained(
     packings = {name: format.packing(name, spec).name for group in groups for name, spec in group.weights.items()}
     for key, (dtype, shape) in layout.items():
         gguf_packing(key, dtype, shape, packings.get(key))
+    pairs, record = dict(metadata or format.pairs({})), _record(groups)
+    if record != Record():
+        record.check_extent(len(layout), name=str(path))
+        pairs[KEY] = record.metadata()[KEY]
     total = sum(group.nbytes for group in groups)
     with folder_for(path.parent), ticking(progress, total, verb) as tick, replacing(path) as (file,):
         made = (pair for group in groups for pair in group.tensors())
-        write_gguf(file, layout, packings, made, metadata or format.pairs({}), name=str(path), tick=tick)
+        write_gguf(file, layout, packings, made, pairs, name=str(path), tick=tick)
 
 
 def _beside(groups: Sequence[ShardGroup], format: Writable, folder: Path, is_folder: bool) -> dict[str, bytes]:
@@ -286,6 +291,9 @@ def _record(groups: Sequence[ShardGroup]) -> Record:
         {name: spec for group in groups if group.format is native for name, spec in group.weights.items()},
         {name: stride for group in groups for name, stride in group.strides.items()},
         frozenset(name for group in groups for name in group.copies),
+        dtypes={
+            name: spec.dtype for group in groups if group.format is not native for name, spec in group.weights.items()
+        },
     )
 
 

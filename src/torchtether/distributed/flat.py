@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from ..checkpoint.saver import Aliases, HeldGroup, Masters, plan_groups
+from ..checkpoint.saver import Aliases, HeldGroup, Masters, check_values, plan_groups
 from ..errors import CheckpointError
 from ..files import KEY, OPTIMIZER, Record, new_folder, part_key
 from ..formats import native
@@ -57,12 +57,12 @@ def state_dict(
     made: dict[str, Tensor] = {}
     for group in groups:
         for key, tensor in group.stored.items():
-            made[key] = _plain(found.real(tensor))
+            made[key] = _plain(key, found.real(tensor))
         for name, weight in group.packed.items():
             made |= _parts(name, found.real(weight), weight)
     made[KEY] = as_bytes(_record(groups))
     for key, tensor in (optimizer_tensors(found.model, optimizer) if optimizer is not None else {}).items():
-        made[OPTIMIZER + key] = _plain(tensor)
+        made[OPTIMIZER + key] = _plain(key, tensor)
     return made
 
 
@@ -98,10 +98,14 @@ def save_dcp(
             folder.__exit__(None, None, None)
 
 
-def _plain(tensor: Tensor) -> Tensor:
-    """Return ``tensor`` detached and contiguous; of a transparent Weight the tensor that it wraps."""
+def _plain(name: str, tensor: Tensor) -> Tensor:
+    """Return ``tensor`` detached and contiguous; of a transparent Weight the tensor that it wraps.
+
+    Raise CheckpointError, naming ``name``, for a tensor of another class, which torch would pickle.
+    """
+    local = local_of(tensor) if isinstance(tensor, DTensor) else tensor
+    check_values(name, local)
     if isinstance(tensor, DTensor):
-        local = local_of(tensor)
         return with_local(tensor, (local.values_of() if isinstance(local, Weight) else local).detach().contiguous())
     values = tensor.values_of() if isinstance(tensor, Weight) else tensor
     return values.detach().resolve_conj().resolve_neg().contiguous()
@@ -113,6 +117,7 @@ def _parts(name: str, tensor: Tensor, shadow: Weight) -> dict[str, Tensor]:
         assert isinstance(tensor, Weight)
         return {part_key(name, role): part.detach() for role, part in tensor.parts.items()}
     local, base = local_of(tensor), shadow.spec.base
+    check_values(name, local)
     assert isinstance(local, Weight)
     layout, box = shadow.scheme.layout(base), box_of(tensor)
     cuts = part_rows(layout, base, *box[0])

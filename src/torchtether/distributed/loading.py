@@ -23,6 +23,7 @@ from ..loading.plan import LoadPlan, make_plan
 from ..loading.report import LoadReport
 from ..loading.restricting import Box, restrict
 from ..loading.steps import Draft, Step, names_of_weights
+from ..loading.stream import set_extra_states
 from ..progress import Progress
 from ..renaming.steps import Rename
 from ..ties.names import named_tensors
@@ -156,6 +157,7 @@ class _Sharded:
         try:
             boxes, faults = self._boxes(whole)
             draft = restrict(whole.draft, self._part, boxes, self._place, faults)
+            self._extra, draft.extra = draft.extra, []  # for the modules of the model, not of its shadow
             self._plan = LoadPlan(self._part, whole.checkpoint, draft, options)
             self._plan.check()
             self._check_exchange()
@@ -227,6 +229,7 @@ class _Sharded:
                 exchange.know_weights(names_of_weights(changed))
         if draft.recorded:
             self._take_attributes()
+        set_extra_states(self._model, draft.given, self._extra)
         for state in fsdp2_states(self._model):
             renew_shards(state)
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from .._checks import check_callable, check_path
-from ..checkpoint.saver import Aliases, HeldGroup, Masters, as_saved, plan_groups
+from ..checkpoint.saver import Aliases, HeldGroup, Masters, as_saved, check_values, plan_groups
 from ..checkpoint.writer import FilePlan, ShardGroup, check_keys, check_target, plan_files, write_shard
 from ..errors import CheckpointError
 from ..files import FolderChange, beside, folder_for, put_in_place
@@ -23,7 +23,7 @@ from ..progress import Progress, ticking
 from .flat import save_dcp
 from .optimizers import FOLDER, optimizer_tensors
 from .ranks import Ranks
-from .shadows import Shadowed, box_of
+from .shadows import Shadowed, box_of, local_of
 from .transfers import Item, Transfers
 
 
@@ -208,7 +208,8 @@ def _packed(steps: Iterator[tuple[Item, Tensor] | None]) -> Iterator[tuple[str, 
 
 
 def _box(name: str, tensor: DTensor) -> Any:
-    """Return this rank's box of ``tensor``; raise CheckpointError if it holds none."""
+    """Return this rank's box of ``tensor``; raise CheckpointError if it holds none, or no values."""
+    check_values(name, local_of(tensor))
     try:
         return box_of(tensor)
     except NotImplementedError as error:

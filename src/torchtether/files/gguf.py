@@ -23,7 +23,7 @@ from ..errors import CheckpointError
 from .ggml import NUMBERED, Packing
 from .header import HEADER_LIMIT, Header, Stored
 from .reader import TensorFile
-from .record import HIDDEN
+from .record import HIDDEN, KEY
 
 MAGIC = b"GGUF"
 
@@ -45,7 +45,8 @@ _UINT32 = 4
 class GgufFile(TensorFile):
     """An open GGUF file: quantized tensors are uint8 (*lead, bytes per row), ``Stored.packing`` names their type.
 
-    ``header.metadata`` has one key, ``PAIRS``; arrays (the vocabulary of a tokenizer) are skipped.
+    ``header.metadata`` has the key ``PAIRS``, and ``KEY`` in a file that has our record. Arrays (the vocabulary of a
+    tokenizer) are skipped.
     """
 
     def _parse(self) -> Header:
@@ -74,7 +75,8 @@ class GgufFile(TensorFile):
         }
         _check_places(made, cursor.size, self.name)
         scalars = {key: value for key, (_, value) in pairs.items() if value is not None}
-        return Header(made, {PAIRS: json.dumps(scalars, sort_keys=True)})
+        ours = {KEY: scalars.pop(KEY)} if isinstance(scalars.get(KEY), str) else {}
+        return Header(made, {**ours, PAIRS: json.dumps(scalars, sort_keys=True)})
 
 
 class _Cursor:

@@ -11,6 +11,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
+from ..errors import CheckpointError
 from ..geometry.views import Shape
 from ..torch_private.observers import is_observed
 from ..torch_private.tensors import empty_on_cpu
@@ -131,7 +132,10 @@ def memory_of(tensor: Tensor) -> memoryview:
     nbytes = tensor.nbytes
     if not nbytes:
         return memoryview(b"")
-    made = (ctypes.c_char * nbytes).from_address(tensor.data_ptr())
+    address = tensor.data_ptr()
+    if not address:  # reading there would end the process
+        raise CheckpointError(f"a {type(tensor).__name__} has no memory of its own")
+    made = (ctypes.c_char * nbytes).from_address(address)
     made.owner = tensor  # type: ignore[attr-defined]
     return memoryview(made).cast("B")
 

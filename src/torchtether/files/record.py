@@ -1,15 +1,18 @@
 """The record of a file about its tensors: ties, quantized weights, strides and checksums, in one metadata key.
 
-    "torchtether": {"v": 1, "ties": [...], "weights": {...}, "strides": {...}, "copies": [...], "crc32": {...}}
+    "torchtether": {"v": 1, "ties": [...], "weights": {...}, "strides": {...}, "copies": [...], "dtypes": {...},
+                    "crc32": {...}}
 
     ties     Tie.to_json() each; the owner is a stored tensor, a weight, or a hidden storage (below)
     weights  name: WeightSpec.to_json() and "parts"; part p of weight n is the tensor n.p
     strides  name: the strides of a stored tensor that is dense and not contiguous; its data are in row-major order
     copies   aliases that are also stored, for readers that need every key; equal to the view in the tie
+    dtypes   name: the dtype that a weight computes in, where another format stores it: few of them record it
     crc32    key: the CRC-32 of its bytes in the file, as zlib and PNG compute it, in 8 lower-case hex digits
 
 Each file that torchtether writes has the checksums of all its tensors; an index has none. ``torchtether verify``
-compares them; loading and opening do not, because disks, file systems and networks have their own checksums.
+compares them; loading and opening do not, because disks, file systems and networks have their own checksums. A GGUF
+file has the same text, without checksums, in a pair of this key.
 
 Offsets of views count from the first byte of their owner *in memory*, that is, after its strides are restored. A tie
 whose owner begins with ``torchtether.storage.`` is memory that no named tensor covers whole: stored flat, gaps zero.
@@ -30,7 +33,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import CheckpointError, TetherError
+from .._dtypes import dtype_from_name, dtype_name
+from ..errors import CheckpointError, SchemeError, TetherError
 from ..geometry.views import Shape, View, contiguous_stride, extent
 from ..weights.spec import Tie, WeightSpec
 from .dtypes import CODES
@@ -39,7 +43,7 @@ from .strict_json import VALUES, check_extent, check_length, is_count, parse_obj
 
 KEY = "torchtether"
 HIDDEN = "torchtether.storage."
-_FIELDS = {"v", "ties", "weights", "strides", "copies", "crc32"}
+_FIELDS = {"v", "ties", "weights", "strides", "copies", "dtypes", "crc32"}
 _CHECKSUM = re.compile(r"[0-9a-f]{8}")
 _WHAT = "torchtether record"
 _RESERVED = {"", "__metadata__"}
@@ -54,6 +58,7 @@ class Record:
     strides: Mapping[str, Shape] = field(default_factory=dict)
     copies: frozenset[str] = frozenset()
     checksums: Mapping[str, int] = field(default_factory=dict)
+    dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
 
     def with_checksums(self, checksums: Mapping[str, int]) -> Record:
         """Return the same record with these CRC-32 values of stored tensors, by key."""
@@ -66,6 +71,7 @@ class Record:
         weights: dict[str, WeightSpec] = {}
         strides: dict[str, Shape] = {}
         copies: set[str] = set()
+        dtypes: dict[str, torch.dtype] = {}
         checksums: dict[str, int] = {}
         seen: set[str] = set()
         for record in records:
@@ -77,8 +83,10 @@ class Record:
             weights |= record.weights
             strides |= record.strides
             copies |= record.copies
+            dtypes |= record.dtypes
             checksums |= record.checksums
-        return Record(tuple(sorted(ties, key=lambda tie: tie.owner)), weights, strides, frozenset(copies), checksums)
+        ties.sort(key=lambda tie: tie.owner)
+        return Record(tuple(ties), weights, strides, frozenset(copies), checksums, dtypes)
 
     def metadata(self) -> dict[str, str]:
         """Return the metadata of a file of these tensors: this record, and ``alias: owner`` pairs for other readers."""
@@ -103,6 +111,8 @@ class Record:
             record["strides"] = {name: list(stride) for name, stride in self.strides.items()}
         if self.copies:
             record["copies"] = sorted(self.copies)
+        if self.dtypes:
+            record["dtypes"] = {name: dtype_name(dtype) for name, dtype in self.dtypes.items()}
         if self.checksums:
             record["crc32"] = {key: f"{checksum:08x}" for key, checksum in self.checksums.items()}
         return json.dumps(record, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
@@ -135,7 +145,8 @@ def parse_record(text: str, stored: Mapping[str, Stored], *, name: str) -> Recor
             name=name,
             fix="Upgrade torchtether.",
         )
-    for key, kind in (("ties", list), ("weights", dict), ("strides", dict), ("copies", list), ("crc32", dict)):
+    for key in sorted(_FIELDS - {"v"}):
+        kind = list if key in ("ties", "copies") else dict
         if not isinstance(found.setdefault(key, kind()), kind):
             raise CheckpointError(f"the field {key!r} of the torchtether record is not a {kind.__name__}", name=name)
     weights = parse_weights(found["weights"], stored, name=name)
@@ -144,7 +155,8 @@ def parse_record(text: str, stored: Mapping[str, Stored], *, name: str) -> Recor
     if not all(isinstance(key, str) for key in found["copies"]):
         raise CheckpointError("the field 'copies' of the torchtether record has values that are not names", name=name)
     checksums = {key: _checksum(entry, key, stored, name=name) for key, entry in found["crc32"].items()}
-    record = Record(_ties(found["ties"], name), weights, strides, frozenset(found["copies"]), checksums)
+    dtypes = {key: _dtype(entry, where=f"{name}: {key}") for key, entry in found["dtypes"].items()}
+    record = Record(_ties(found["ties"], name), weights, strides, frozenset(found["copies"]), checksums, dtypes)
     _check_ties(record, stored, parts, name)
     return record
 
@@ -237,6 +249,16 @@ def _is_dense(shape: Shape, stride: Shape) -> bool:
             return False
         step *= size
     return True
+
+
+def _dtype(entry: Any, *, where: str) -> torch.dtype:
+    try:
+        dtype = dtype_from_name(entry)
+    except SchemeError:
+        dtype = torch.uint8
+    if not dtype.is_floating_point or dtype.itemsize == 1:
+        raise CheckpointError(f"a weight cannot compute in the dtype {short_repr(entry)}", name=where)
+    return dtype
 
 
 # -- checksums --------------------------------------------------------------------------------------------------------

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from ..errors import CheckpointError
 from ..geometry.views import Shape, contiguous_stride
 from . import native
@@ -76,7 +78,8 @@ def recognise(contents: Contents) -> tuple[Format | None, Found, dict[str, Entry
     """Return the format of a checkpoint, what the format found, and an entry for every tensor, by name.
 
     The format is ``None`` if all tensors are plain. Weights with a fault have no entry. Nor have keys that belong to
-    the format alone, such as scales.
+    the format alone, such as scales. Of a Weight that we wrote, the record has the compute dtype; otherwise the format
+    infers it.
 
     Raises CheckpointError for a format that is known and not read.
     """
@@ -102,7 +105,18 @@ def recognise(contents: Contents) -> tuple[Format | None, Found, dict[str, Entry
                 stride = strides[shape] = contiguous_stride(shape)
             stride = recorded.get(key) or stride
             entries[key] = new(Entry, ({"tensor": key}, shape, stride, dtype, None, NOTHING))
+    for name, dtype in contents.record.dtypes.items():
+        if name in entries:
+            entries[name] = _computing_in(dtype, entries[name])
     return format, found, {name: entries[name] for name in sorted(entries)}
+
+
+def _computing_in(dtype: torch.dtype, entry: Entry) -> Entry:
+    """Return the ``entry`` of a Weight with the compute dtype ``dtype``, unless its parts have that dtype, too."""
+    spec = entry.spec
+    if spec is None or None in {part.dtype for part in spec.scheme.layout(spec.base).values()}:
+        return entry
+    return entry._replace(dtype=dtype, spec=spec.replace(dtype=dtype))
 
 
 def writable(name: str) -> Writable:

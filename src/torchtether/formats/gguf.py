@@ -2,7 +2,8 @@
 
 The names are llama.cpp's (``blk.0.attn_q.weight``); ``tt.gguf_names`` returns the rename rules for a model of
 transformers. A quantized tensor is uint8 (*lead, N, bytes per row) in the file, and becomes one Weight in the scheme
-that ``CODECS`` gives for its type. The file records the type of every tensor, so nothing is guessed.
+that ``CODECS`` gives for its type. The file records the type of every tensor, so only the compute dtype is inferred,
+unless the file has our record.
 Source: ggml ``docs/gguf.md``; the ``gguf`` package, whose float32 values ours equal bit for bit.
 """
 

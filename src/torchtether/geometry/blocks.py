@@ -92,6 +92,14 @@ def is_strided(tensor: Tensor) -> bool:
     return is_one and tensor.layout == torch.strided and not tensor.is_nested
 
 
+def has_values(tensor: Tensor) -> bool:
+    """Return whether the strided ``tensor`` has memory: it is not on meta, fake or freed."""
+    if tensor.numel() == 0:
+        return True
+    is_meta = tensor.is_meta if type(tensor) in STOCK else tensor.untyped_storage().device.type == "meta"
+    return not is_meta and tensor.data_ptr() != 0
+
+
 def blocks_of(tensor: Tensor) -> tuple[MemoryBlock, ...]:
     """Return the block of ``tensor``, or those of its inner tensors; none if it is empty or not strided."""
     is_stock = type(tensor) in STOCK

@@ -5,7 +5,7 @@ For tensors that no file stores, the model's library may compute the values.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from torch import nn
 
@@ -15,6 +15,9 @@ from ..integrations.imported import is_of_transformers
 from ..ties.names import nearest
 from .options import FLOATS
 from .steps import KEYS_SHOWN, Draft
+
+_EXTRA_STATE = "_extra_state"
+"""The leaf under which ``state_dict`` has what ``get_extra_state`` returns."""
 
 _GUESSES = 8
 """The most names for which a nearest name is searched, because each search is slow."""
@@ -98,10 +101,13 @@ def take_initial_values(draft: Draft, model: nn.Module) -> None:
     draft.missing = [name for name in draft.missing if name not in draft.computed]
 
 
-def check_leftovers(draft: Draft) -> None:
+def check_leftovers(draft: Draft, model: nn.Module) -> None:
     """Report missing and unexpected names, each of them a fault if the load is strict."""
     given, targets, strict = draft.given, draft.targets, draft.targets.options.strict
     known = {name for component in targets.components for name in component.names}
+    if not targets.options.is_refit:
+        draft.extra = [name for name in _extra_states(model) if name in given]
+        known.update(draft.extra)
     unused = targets.transient - {*draft.used}
     odd = (given.listed - known) | (given.listed & unused)
     left = [name for name in given if name in odd] if odd else []
@@ -116,6 +122,13 @@ def check_leftovers(draft: Draft) -> None:
     if strict:
         _refuse_missing(draft)
         _refuse_unexpected(draft, [name for name in left if name not in known], known)
+
+
+def _extra_states(model: nn.Module) -> Iterator[str]:
+    """Yield each name that torch gives to the extra state of a module that takes one."""
+    for path, module in model.named_modules(remove_duplicate=False):
+        if type(module).set_extra_state is not nn.Module.set_extra_state:
+            yield f"{path}.{_EXTRA_STATE}" if path else _EXTRA_STATE
 
 
 def _refuse_missing(draft: Draft) -> None:

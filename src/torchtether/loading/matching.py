@@ -57,7 +57,7 @@ def match_renamed(model: nn.Module, given: RenamedCheckpoint, options: LoadOptio
     take_initial_values(draft, model)
     check_file_ties(draft)
     check_copies(draft)
-    check_leftovers(draft)
+    check_leftovers(draft, model)
     return draft
 
 

@@ -27,7 +27,7 @@ from .matching import match
 from .options import Device, Dtype, LoadOptions, Ties
 from .report import LoadReport, raise_faults
 from .steps import Draft, Step, describe_left, describe_step, floats_left
-from .stream import move_buffers, stream
+from .stream import move_buffers, set_extra_states, stream
 
 _CPU = torch.device("cpu")
 
@@ -73,7 +73,8 @@ class LoadPlan:
     @property
     def left(self) -> tuple[str, ...]:
         """Return the names that ``apply`` has not loaded yet; one name of each tied group."""
-        return tuple(step.name for step in self.steps if not self._done.issuperset(step.component.names))
+        names = [step.name for step in self.steps if not self._done.issuperset(step.component.names)]
+        return (*names, *(name for name in self._draft.extra if name not in self._done))
 
     @property
     def draft(self) -> Draft:
@@ -121,7 +122,7 @@ class LoadPlan:
         self.check()
         check_callable(progress, "progress", or_flag=True)
         tensors = named_tensors(self.model)
-        wanted = self._wanted(only, list(tensors))
+        wanted = self._wanted(only, [*tensors, *self._draft.extra])
         if self._draft.tie or self._draft.untie:
             self._take_file_ties(wanted)
             tensors = named_tensors(self.model)
@@ -134,6 +135,9 @@ class LoadPlan:
             stream(self.model, given, steps, is_mapped, self._optimizer, self._done, tick, computed)
             if wanted.issuperset(self._draft.recorded):
                 self._replay()
+            extra = [name for name in self._draft.extra if name in wanted and name not in self._done]
+            set_extra_states(self.model, given, extra)
+            self._done.update(extra)
         mapped = sum(step.nbytes for step in steps if id(step) in is_mapped)
         return LoadReport(
             self.missing_keys,
@@ -322,7 +326,8 @@ def load(
     quantized becomes a ``Weight``. Non-persistent buffers that are real stay as they are. On ``meta`` they are computed
     from the record of ``tt.on_meta``, read from the file, or computed as transformers does for its models. So are, for
     its models on ``meta``, parameters that no file stores (sinusoidal positions): in ``dtype``, or by default in the
-    dtype that the other parameters take from the file.
+    dtype that the other parameters take from the file. At the end a module with ``set_extra_state`` gets the tensor
+    that its ``get_extra_state`` returned.
 
     For a model of transformers 5, the names and shapes in files of ``save_pretrained`` may differ from the model's:
     without ``rename`` its conversion mapping gives the rules, as in ``torchtether.integrations.transformers_names``.

@@ -123,6 +123,8 @@ class Draft:
     """Values that the model's library computes for tensors on ``meta`` that the checkpoint lacks."""
     optional: set[str] = field(default_factory=set)
     """Real tensors that the checkpoint lacks, and that the model declares optional."""
+    extra: list[str] = field(default_factory=list)
+    """Names under which the checkpoint has a tensor for ``set_extra_state`` of a module."""
     untie: list[str] = field(default_factory=list)
     """Names to untie in the model first, with ``ties="file"``."""
     tie: list[tuple[str, str]] = field(default_factory=list)

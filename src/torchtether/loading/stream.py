@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -100,6 +100,12 @@ def move_buffers(model: nn.Module, places: Mapping[str, torch.device], optimizer
         for component in components:
             span = span_tensor(component).to(places[component.names[0]])
             exchange.put_together((member.tensor, member_view(span, member)) for member in component.members)
+
+
+def set_extra_states(model: nn.Module, given: RenamedCheckpoint, names: Iterable[str]) -> None:
+    """Pass each tensor ``names`` of ``given`` to ``set_extra_state`` of its module."""
+    for name in names:
+        model.get_submodule(name.rpartition(".")[0]).set_extra_state(given.read_briefly(name))
 
 
 def _fill(given: RenamedCheckpoint, steps: Sequence[Step], filled: Sequence[Step], done: set[str], tick: Tick) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
 
@@ -277,7 +276,7 @@ class Weight(Exporting):
     # -- torch's protocols ----------------------------------------------------------------------------------------
 
     def __tensor_flatten__(self) -> tuple[list[str], WeightSpec]:
-        return [*_attributes_of(self._names)], self._marked(self._spec)
+        return [_PART + name for name in self._names], self._marked(self._spec)
 
     @classmethod
     def __tensor_unflatten__(
@@ -378,11 +377,6 @@ class _Dequantize(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
         return grad
-
-
-@lru_cache(maxsize=256)
-def _attributes_of(names: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(_PART + name for name in names)
 
 
 def rebuild_weight(
