@@ -291,6 +291,17 @@ def test_autocast_is_a_cast_of_all_arguments(given, held, grad):
         assert torch.equal(x.grad, cast.grad.to(given))
 
 
+@pytest.mark.parametrize("rows", [16, 70_000])
+def test_products_on_meta_have_a_shape_under_autocast_too(rows):
+    spec = tt.WeightSpec.of((rows, 256), torch.bfloat16, tt.int8())
+    parts = {n: torch.empty(p.shape, dtype=p.dtype, device="meta") for n, p in spec.scheme.layout(spec.shape).items()}
+    weight, x = tt.Weight(parts, spec), torch.empty(3, 256, dtype=torch.bfloat16, device="meta")
+    for enabled in (False, True):
+        with torch.autocast("cpu", enabled=enabled):
+            assert F.linear(x, weight).shape == (3, rows)
+            assert F.linear(x.clone().requires_grad_(), weight).shape == (3, rows)
+
+
 def test_autocast_leaves_float64_alone():
     weight = weight_of().to(torch.float64)
     with torch.autocast("cpu", torch.bfloat16):

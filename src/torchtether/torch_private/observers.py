@@ -48,6 +48,11 @@ def is_observed() -> bool:
     return _count_modes() > 0 or _level() is not None or _forward_ad._current_level >= 0 or is_tracing()
 
 
+def is_autocasting(device: torch.device) -> bool:
+    """Return whether autocast casts arguments on ``device``; torch raises an error for types that have none (meta)."""
+    return _is_autocasting() and torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
+
+
 _forward_ad = torch.autograd.forward_ad
 _count_modes = torch._C._len_torch_dispatch_stack
 _level = torch._C._functorch.maybe_current_level

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...geometry.blocks import STOCK
-from ...torch_private.observers import is_observed, is_tracing
+from ...torch_private.observers import is_autocasting, is_observed, is_tracing
 from ...torch_private.tensors import as_plain
 from ..dispatch import FOLDS, SHORTCUTS, rule
 from ..products import cpu, rounding
@@ -32,7 +32,7 @@ def linear(op: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None) -
     if observed and is_tracing():
         kind, values = weight.spec.activations, traced(weight)
         return plain_linear(op, input if kind is None else rounding.rounded(input, kind), values, bias)
-    if not observed and torch.is_autocast_enabled(weight.device.type):
+    if not observed and is_autocasting(weight.device):
         return _under_autocast(op, input, weight, bias)
     if records_graph(input, weight, bias):
         if not observed and _is_plain(input, weight, bias):

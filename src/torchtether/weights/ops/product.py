@@ -12,7 +12,7 @@ from ...errors import UnsupportedOpError
 from ...geometry.views import Shape
 from ...schemes import ColumnScaled
 from ...schemes.column_scaled import COLUMNS
-from ...torch_private.observers import is_observed, untraced
+from ...torch_private.observers import is_autocasting, is_observed, untraced
 from ...torch_private.tensors import any_requires_grad, as_plain
 from ..products import bitsandbytes_4bit, chunks, cpu, decoding, gpu, int8pack, int_mm, rounding, scaled_mm
 from ..products.layout import DTYPES, Layout, layout_of
@@ -130,7 +130,7 @@ def decoded_linear(op: Any, input: Tensor, weight: Weight, bias: Tensor | None) 
     if weight.spec.activations is not None:
         return rounded_linear(op, input, weight, bias)
     step = rows_at_once(weight)
-    if step is None or input.dtype is not weight.dtype or torch.is_autocast_enabled(input.device.type):
+    if step is None or input.dtype is not weight.dtype or is_autocasting(input.device):
         return plain_linear(op, input, weight.values_of(), bias)
     with as_plain():
         return chunks.linear(input, bias, weight.shape[0], weight.shape[1], step, decoder(weight))
@@ -145,7 +145,7 @@ def rounded_linear(op: Any, x: Tensor, weight: Weight, bias: Tensor | None) -> T
     kind = weight.spec.activations
     assert kind is not None
     fits = x.dim() > 0 and x.shape[-1] == weight.shape[-1] > 0 and x.is_floating_point()
-    is_converted = not fits or x.dtype is not weight.dtype or torch.is_autocast_enabled(x.device.type)
+    is_converted = not fits or x.dtype is not weight.dtype or is_autocasting(x.device)
     if not is_converted and not x.is_cpu and weight.kernel_layout is not None:
         made = by_parts(weight, x, bias)  # by torch's own ops, which modes and compilers see
         if made is not None:
