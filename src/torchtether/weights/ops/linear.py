@@ -58,7 +58,7 @@ def _under_autocast(op: Any, input: Tensor, weight: Weight, bias: Tensor | None)
         return plain_linear(op, input, weight, bias)  # autocast remembers such a cast
     torch.set_autocast_enabled(kind, False)
     try:
-        return linear(op, *(t.to(dtype) for t in given))  # type: ignore[no-any-return]
+        return linear(op, *(t if t.dtype is dtype else t.to(dtype) for t in given))  # type: ignore[no-any-return]
     finally:
         torch.set_autocast_enabled(kind, True)
 
