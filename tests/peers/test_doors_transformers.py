@@ -264,32 +264,74 @@ def test_a_bare_scheme_chooses_experts_and_conv1d_and_the_report_says_what_stays
     assert torch.equal(logits_of(model), logits_of(tt.quantize(built(config), "int8")))
 
 
-def test_trainer_without_adapters_makes_checkpoints_and_resumes(tmp_path):
+@pytest.mark.parametrize("name", ["tied", "untied"])
+@pytest.mark.parametrize("scheme", [None, "int8", tt.Mastered(tt.int8())], ids=str)
+def test_trainer_without_adapters_makes_checkpoints_and_resumes(tmp_path, name, scheme):
+    """``scheme`` is that of the Weights that are trained; without one, they are frozen."""
     from torchtether.integrations.transformers import TetherConfig
 
-    built(CONFIGS["tied"]()).save_pretrained(tmp_path / "plain")
+    built(CONFIGS[name]()).save_pretrained(tmp_path / "plain")
     data = [{"input_ids": row, "labels": row} for row in torch.randint(0, 256, (8, 6))]
 
+    def loaded():
+        config = TetherConfig(scheme or "int8")
+        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "plain", quantization_config=config)
+        return model.requires_grad_(True) if scheme else model
+
     def trained(steps, resume=None):
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            tmp_path / "plain", quantization_config=TetherConfig("int8")
-        )
+        model = loaded()
         arguments = transformers.TrainingArguments(
             str(tmp_path / "runs"), max_steps=steps, save_steps=2, learning_rate=1e-2, use_cpu=True, report_to=[],
             per_device_train_batch_size=2, logging_strategy="no", disable_tqdm=True,
         )  # fmt: skip
+        torch.manual_seed(0)  # of stochastic rounding
         trainer = transformers.Trainer(model, arguments, train_dataset=data)
         trainer.train(resume_from_checkpoint=resume)
         return model
 
     first = trained(4)
     again = trained(4, str(tmp_path / "runs" / "checkpoint-2"))
-    assert weights_of(again).keys() == weights_of(first).keys()
-    assert torch.equal(logits_of(again), logits_of(first))
+    resumed = trained(4, str(tmp_path / "runs" / "checkpoint-4"))
     read = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "runs" / "checkpoint-4")
-    assert torch.equal(logits_of(read), logits_of(first))
-    start = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
+    for other in (again, resumed, read):
+        assert weights_of(other).keys() == weights_of(first).keys()
+        assert torch.equal(logits_of(other), logits_of(first))
+    start = loaded()
     assert not torch.equal(first.model.norm.weight, start.model.norm.weight)
+    weights = weights_of(start).items()
+    assert all(torch.equal(w.dequantize(), first.get_parameter(n).dequantize()) != bool(scheme) for n, w in weights)
+
+
+@pytest.mark.parametrize("how", ["quantize", "from_pretrained"])
+def test_load_state_dict_reads_the_files_of_save_pretrained(tmp_path, how):
+    from safetensors.torch import load_file
+
+    from torchtether.integrations.transformers import TetherConfig
+
+    auto, config = transformers.AutoModelForCausalLM, CONFIGS["untied"]()
+    built(config).save_pretrained(tmp_path / "plain")
+    if how == "quantize":
+        model = tt.quantize(built(config), "int8")
+    else:
+        model = auto.from_pretrained(tmp_path / "plain", quantization_config=TetherConfig("int8"))
+    model.save_pretrained(tmp_path)
+    held, wanted, state = dict(model.named_parameters()), logits_of(model), load_file(tmp_path / "model.safetensors")
+    for assign in (False, True):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(2)
+        assert not torch.equal(logits_of(model), wanted)
+        assert not any(model.load_state_dict(state, assign=assign))
+        assert torch.equal(logits_of(model), wanted)
+        assert all(model.get_parameter(name) is weight for name, weight in weights_of(model).items())
+    for spoil in (dict.pop, _cut, _retype):
+        spoiled = {key: tensor * 2 for key, tensor in state.items()}
+        spoil(spoiled, "model.layers.1.self_attn.q_proj.weight.scale")
+        with pytest.raises(tt.CheckpointError, match=r"layers.1.self_attn.q_proj.weight: its part '(.*\.)?scale' is"):
+            model.load_state_dict(spoiled, strict=False)
+        assert torch.equal(logits_of(model), wanted)
+    model.load_state_dict(built(config).state_dict(), assign=True)
+    assert weights_of(model).keys() == {name for name, one in held.items() if isinstance(one, tt.Weight)}
 
 
 def test_parameters_on_disk_are_refused_and_not_read_as_floats(tmp_path):

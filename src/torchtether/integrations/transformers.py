@@ -13,23 +13,20 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from functools import wraps
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import ConversionOps, WeightConverter, WeightRenaming, rename_source_key
+from transformers.core_model_loading import ConversionOps
 from transformers.modeling_utils import PreTrainedModel
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from ..checkpoint.reader import Checkpoint
 from ..conversion.quantizing import dequantize
 from ..conversion.selection import Rules, schemes_for
 from ..errors import CheckpointError
-from ..exchange.exchange import tell_listeners
+from ..exchange.exchange import add_load_hook, tell_listeners
 from ..files.record import check_parts, part_key, weight_to_json
 from ..formats import native
 from ..schemes import Scheme, resolve, scheme_from_json
@@ -37,6 +34,7 @@ from ..ties.names import named_tensors
 from ..ties.records import find_ties
 from ..weights.spec import Tie, WeightSpec
 from ..weights.weight import Weight
+from .transformers_files import join_parts, specs_of, under_names_of
 
 METHOD = native.METHOD
 
@@ -174,8 +172,8 @@ class TetherQuantizer(HfQuantizer):  # type: ignore[misc]
     def _process_model_before_weight_loading(
         self, model: nn.Module, checkpoint_files: list[str] | None = None, **kwargs: Any
     ) -> nn.Module:
-        specs = _specs_of(checkpoint_files) if checkpoint_files else self.quantization_config.specs()
-        self.specs = _under_names_of(model, specs)
+        specs = specs_of(checkpoint_files) if checkpoint_files else self.quantization_config.specs()
+        self.specs = under_names_of(model, specs)
         self.pre_quantized = bool(self.specs)
         if not self.specs:
             self.chosen = self.quantization_config.schemes(model, _ties_of(model))
@@ -184,7 +182,11 @@ class TetherQuantizer(HfQuantizer):  # type: ignore[misc]
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> nn.Module:
         model.is_quantized = False  # else transformers forbids ``.half()`` and training, which Weights support
         self.validate_environment(device_map=getattr(model, "hf_device_map", None))  # "auto" is resolved by now
-        tell_listeners(model, [name for name, tensor in named_tensors(model).items() if isinstance(tensor, Weight)])
+        names = [name for name, tensor in named_tensors(model).items() if isinstance(tensor, Weight)]
+        for path in {name.rpartition(".")[0] for name in names}:
+            add_load_hook(model.get_submodule(path))
+        model.register_load_state_dict_pre_hook(join_parts)
+        tell_listeners(model, names)
         return model  # type: ignore[no-any-return]
 
     def param_needs_quantization(self, model: nn.Module, param_name: str, **kwargs: Any) -> bool:
@@ -264,54 +266,23 @@ class TetherQuantizer(HfQuantizer):  # type: ignore[misc]
 def attach(model: Any) -> Callable[[], None] | None:
     """Make ``model.save_pretrained`` and ``model.config.save_pretrained`` write the Weights of ``model``.
 
-    ``tt.quantize`` and ``tt.load`` call this. A model that has a quantizer keeps it. The model is not marked as
-    quantized, so that ``.half()`` and similar calls stay allowed. Return a function that undoes it; ``None`` if nothing
-    was done.
+    ``load_state_dict`` reads them back. ``tt.quantize`` and ``tt.load`` call this. A model that has a quantizer keeps
+    it. The model is not marked as quantized, so that ``.half()`` and similar calls stay allowed. Return a function that
+    undoes it; ``None`` if nothing was done.
     """
     if getattr(model, "hf_quantizer", None) is not None:
         return None
     config = TetherConfig()
     model.hf_quantizer = TetherQuantizer(config, pre_quantized=False)
     model.config.quantization_config = config
+    hook = model.register_load_state_dict_pre_hook(join_parts)
 
     def detach() -> None:
+        hook.remove()
         del model.hf_quantizer
         model.config.__dict__.pop("quantization_config", None)
 
     return detach
-
-
-def _specs_of(files: list[str]) -> dict[str, WeightSpec]:
-    """Return the specs of the Weights in our own checkpoint files, by name; empty for files of other formats.
-
-    Only headers are read. Raises CheckpointError if a part is absent or has a wrong dtype or shape.
-    """
-    path = Path(files[0])
-    with Checkpoint(path if len(files) == 1 else path.parent) as checkpoint:
-        if checkpoint.format != native.name:
-            return {}
-        return {name: entry.spec for name, entry in checkpoint.entries.items() if entry.spec is not None}
-
-
-def _under_names_of(model: Any, specs: Mapping[str, WeightSpec]) -> dict[str, WeightSpec]:
-    """Return ``specs`` by the names in ``model``, renamed as ``from_pretrained`` does.
-
-    Raises CheckpointError for a weight that ``from_pretrained`` would join with others, such as a single expert.
-    """
-    names = model.state_dict()
-    conversions = get_model_conversion_mapping(model)
-    renamings = [one for one in conversions if isinstance(one, WeightRenaming)]
-    converters = [one for one in conversions if isinstance(one, WeightConverter)]
-    found = {}
-    for name, spec in specs.items():
-        target, source = rename_source_key(name, renamings, converters, model.base_model_prefix, names)
-        if name not in names and source is not None:
-            fix = "Load the folder by tt.load, or quantize the plain one by from_pretrained."
-            raise CheckpointError(
-                f"is quantized by itself, and transformers joins it with others to {target}", name=name, fix=fix
-            )
-        found[name if name in names else target] = spec
-    return found
 
 
 def _ties_of(model: Any) -> tuple[Tie, ...]:
