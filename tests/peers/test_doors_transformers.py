@@ -111,6 +111,41 @@ def test_from_pretrained_quantizes_and_reads_back_what_is_saved(tmp_path, name):
     assert (again.get_input_embeddings().weight is again.get_output_embeddings().weight) == is_tied
 
 
+@pytest.mark.parametrize("stored", ["model.embed_tokens.weight", "lm_head.weight", "both"])
+def test_tied_weights_stay_tied_whichever_names_the_checkpoint_stores(tmp_path, stored):
+    from safetensors.torch import save_file
+
+    from torchtether.integrations.transformers import TetherConfig
+
+    auto, model = transformers.AutoModelForCausalLM, built(CONFIGS["tied"]())
+    model.save_pretrained(tmp_path)
+    left_out = {"model.embed_tokens.weight", "lm_head.weight"} - {stored} if stored != "both" else set()
+    tensors = {name: tensor.clone() for name, tensor in model.state_dict().items() if name not in left_out}
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    read = auto.from_pretrained(tmp_path, quantization_config=TetherConfig("int8"))
+    assert read.lm_head.weight is read.model.embed_tokens.weight
+    assert weights_of(read).keys() == weights_of(tt.quantize(model, "int8")).keys()
+    assert torch.equal(logits_of(read), logits_of(model))
+
+
+@pytest.mark.parametrize("changed", [{"num_labels": 5}, {"vocab_size": 300}])
+def test_a_tensor_of_another_shape_is_an_error_or_initialized_anew(tmp_path, changed):
+    from torchtether.integrations.transformers import TetherConfig
+
+    auto = transformers.AutoModelForSequenceClassification
+    auto.from_config(transformers.LlamaConfig(**SMALL, pad_token_id=0, num_labels=3)).save_pretrained(tmp_path)
+    config = TetherConfig(rules={"score.weight": "int8", "*embed_tokens.weight": "int8", "*q_proj*": "int8"})
+    with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
+        auto.from_pretrained(tmp_path, **changed, quantization_config=config)
+    model = auto.from_pretrained(tmp_path, **changed, quantization_config=config, ignore_mismatched_sizes=True)
+    shapes = {"score.weight": (model.config.num_labels, 64), "model.embed_tokens.weight": (model.config.vocab_size, 64)}
+    assert all(model.get_parameter(name).shape == shape for name, shape in shapes.items())
+    renewed = "score.weight" if "num_labels" in changed else "model.embed_tokens.weight"
+    assert shapes.keys() - weights_of(model).keys() == {renewed}
+    assert model.get_parameter(renewed).isfinite().all()
+    assert "model.layers.1.self_attn.q_proj.weight" in weights_of(model)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("scheme", ["int8", "int4", "fp8", "nf4", "mxfp4", "nvfp4"])
 def test_parts_keep_their_dtypes_and_a_weight_computes_in_the_dtype_asked_for(tmp_path, scheme, dtype):

@@ -105,14 +105,19 @@ class _Encode(ConversionOps):  # type: ignore[misc]
         self.hf_quantizer = quantizer
 
     def convert(  # type: ignore[override]
-        self, input_dict: dict[str, Any], *, missing_keys: Any = None, **others: Any
+        self, input_dict: dict[str, Any], *, model: Any, missing_keys: Any = None, **others: Any
     ) -> dict[str, Tensor]:
-        """Return the Weight of each parameter, by name; a parameter without a scheme stays as it is."""
+        """Return the Weight of each parameter, by name; one without a scheme or of a wrong shape stays as it is.
+
+        Each leaves ``chosen``, because transformers checks no shape of a parameter that is still to be encoded.
+        """
         made = {}
         for name, value in input_dict.items():
             values = value[0] if isinstance(value, list) else value
-            scheme = self.hf_quantizer.chosen.get(name)
-            made[name] = values if scheme is None else _frozen(Weight.encode(values, scheme))
+            scheme = self.hf_quantizer.chosen.pop(name, None)
+            if scheme is not None and values.shape == model.get_parameter(name).shape:
+                values = _frozen(Weight.encode(values, scheme))
+            made[name] = values
             if missing_keys is not None:
                 missing_keys.discard(name)
         return made
@@ -176,7 +181,9 @@ class TetherQuantizer(HfQuantizer):  # type: ignore[misc]
         self.specs = under_names_of(model, specs)
         self.pre_quantized = bool(self.specs)
         if not self.specs:
-            self.chosen = self.quantization_config.schemes(model, _ties_of(model))
+            ties = _ties_of(model)
+            chosen, names = self.quantization_config.schemes(model, ties), {tie.owner: tie.names for tie in ties}
+            self.chosen = {name: scheme for owner, scheme in chosen.items() for name in names.get(owner, (owner,))}
         return model
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> nn.Module:
