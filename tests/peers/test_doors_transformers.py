@@ -183,6 +183,55 @@ def test_a_base_model_reads_what_its_head_wrote_and_the_reverse(tmp_path):
     assert len(weights_of(base)) == len(weights_of(around)) == len(weights_of(whole))
 
 
+def _experts_in_a_vision_model():
+    text = {**SMALL, **MOE, "num_experts": 4}
+    text["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
+    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 4, "patch_size": 8}
+    vision |= {"out_hidden_size": 64, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
+    config = transformers.Qwen3VLMoeConfig(text_config=text, vision_config=vision)
+    return transformers.Qwen3VLMoeForConditionalGeneration(config)
+
+
+def _pi0():
+    text = {**SMALL, "model_type": "gemma", "head_dim": 16}
+    vision = {"model_type": "siglip_vision_model", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    vision |= {"num_attention_heads": 4, "image_size": 32, "patch_size": 8, "projection_dim": 64}
+    whole = {"model_type": "paligemma", "text_config": text, "vision_config": vision, "projection_dim": 64}
+    return transformers.PI0ForConditionalGeneration(transformers.PI0Config(vlm_config=whole, dit_config=text))
+
+
+@pytest.mark.parametrize("make", [_experts_in_a_vision_model, _pi0])
+def test_names_that_are_the_models_are_not_converted_again(tmp_path, make):
+    from torchtether.integrations.transformers import TetherConfig
+
+    kind = type(make())
+    make().save_pretrained(tmp_path / "plain")
+    model = kind.from_pretrained(tmp_path / "plain", quantization_config=TetherConfig("int8"))
+    model.save_pretrained(tmp_path / "saved")
+    again, found = kind.from_pretrained(tmp_path / "saved", output_loading_info=True)
+    assert not any(found.values())
+    assert weights_of(again).keys() == weights_of(model).keys()
+    tt.dequantize(again)
+    tt.dequantize(model)
+    again.save_pretrained(tmp_path / "dequantized")
+    third = kind.from_pretrained(tmp_path / "dequantized")
+    for other in (again, third):
+        assert all(torch.equal(other.get_parameter(name), one) for name, one in model.named_parameters())
+
+
+@pytest.mark.parametrize("shard", ["40KB", "1GB"])
+def test_a_variant_beside_another_checkpoint_is_read(tmp_path, shard):
+    auto, model = transformers.AutoModelForCausalLM, built(CONFIGS["untied"]())
+    model.save_pretrained(tmp_path)
+    plain = logits_of(model)
+    tt.quantize(model, "int8").save_pretrained(tmp_path, variant="int8", max_shard_size=shard)
+    again, found = auto.from_pretrained(tmp_path, variant="int8", output_loading_info=True)
+    assert not any(found.values())
+    assert weights_of(again).keys() == weights_of(model).keys()
+    assert torch.equal(logits_of(again), logits_of(model))
+    assert torch.equal(logits_of(auto.from_pretrained(tmp_path)), plain)
+
+
 def _cut(tensors, key):
     tensors[key] = tensors[key][:5].clone()
 

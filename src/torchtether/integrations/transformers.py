@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.core_model_loading import ConversionOps
+from transformers.core_model_loading import ConversionOps, WeightRenaming
 from transformers.modeling_utils import PreTrainedModel
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
@@ -166,6 +166,7 @@ class TetherQuantizer(HfQuantizer):  # type: ignore[misc]
         super().__init__(quantization_config, **kwargs)
         self.chosen: dict[str, Scheme] = {}
         self.specs: dict[str, WeightSpec] = {}
+        self._own: list[str] = []
         self._conversions: Any = None
 
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
@@ -178,7 +179,7 @@ class TetherQuantizer(HfQuantizer):  # type: ignore[misc]
         self, model: nn.Module, checkpoint_files: list[str] | None = None, **kwargs: Any
     ) -> nn.Module:
         specs = specs_of(checkpoint_files) if checkpoint_files else self.quantization_config.specs()
-        self.specs = under_names_of(model, specs)
+        self.specs, self._own = under_names_of(model, specs)
         self.pre_quantized = bool(self.specs)
         if not self.specs:
             ties = _ties_of(model)
@@ -193,6 +194,8 @@ class TetherQuantizer(HfQuantizer):  # type: ignore[misc]
         for path in {name.rpartition(".")[0] for name in names}:
             add_load_hook(model.get_submodule(path))
         model.register_load_state_dict_pre_hook(join_parts)
+        if self.pre_quantized:
+            model.__dict__.pop("_weight_conversions", None)  # ours have no inverse; its class gives those for a save
         tell_listeners(model, names)
         return model  # type: ignore[no-any-return]
 
@@ -217,6 +220,15 @@ class TetherQuantizer(HfQuantizer):  # type: ignore[misc]
     def get_load_operations(self) -> dict[str, type[ConversionOps]]:
         """Return the operation that rebuilds a Weight from its parts."""
         return {"deserialize": _Rebuild}
+
+    def update_weight_conversions(self, weight_conversions: list[Any], model: Any) -> list[Any]:
+        """Return the conversions of a load: ours first, without renamings of Weights whose names are the model's."""
+        kept = [
+            one
+            for one in weight_conversions
+            if not isinstance(one, WeightRenaming) or all(one.rename_source_key(name)[0] == name for name in self._own)
+        ]
+        return self.get_weight_conversions() + kept  # type: ignore[no-any-return]
 
     def is_serializable(self) -> bool:
         """Return True: ``save_pretrained`` can write the model."""

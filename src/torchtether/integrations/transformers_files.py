@@ -11,6 +11,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 
 from ..checkpoint.reader import Checkpoint
 from ..errors import CheckpointError
+from ..files.index import index_of
 from ..files.record import check_parts, part_key
 from ..formats import native
 from ..ties.names import named_tensors
@@ -23,32 +24,37 @@ def specs_of(files: list[str]) -> dict[str, WeightSpec]:
 
     Only headers are read. Raises CheckpointError if a part is absent or has a wrong dtype or shape.
     """
-    path = Path(files[0])
-    with Checkpoint(path if len(files) == 1 else path.parent) as checkpoint:
+    first = Path(files[0])
+    with Checkpoint(first if len(files) == 1 else index_of(first) or first.parent) as checkpoint:
         if checkpoint.format != native.name:
             return {}
         return {name: entry.spec for name, entry in checkpoint.entries.items() if entry.spec is not None}
 
 
-def under_names_of(model: Any, specs: Mapping[str, WeightSpec]) -> dict[str, WeightSpec]:
-    """Return ``specs`` by the names in ``model``, renamed as ``from_pretrained`` does.
+def under_names_of(model: Any, specs: Mapping[str, WeightSpec]) -> tuple[dict[str, WeightSpec], list[str]]:
+    """Return ``specs`` by the names in ``model``, and which of their names are the model's already.
 
-    Raises CheckpointError for a weight that ``from_pretrained`` would join with others, such as a single expert.
+    Those may lack the prefix of the base model, or have it. All others are renamed as ``from_pretrained`` does. Raises
+    CheckpointError for a weight that ``from_pretrained`` would join with others, such as a single expert.
     """
-    names = model.state_dict()
+    names, prefix = model.state_dict(), model.base_model_prefix
     conversions = get_model_conversion_mapping(model)
     renamings = [one for one in conversions if isinstance(one, WeightRenaming)]
     converters = [one for one in conversions if isinstance(one, WeightConverter)]
-    found = {}
+    found, own = {}, []
     for name, spec in specs.items():
-        target, source = rename_source_key(name, renamings, converters, model.base_model_prefix, names)
-        if name not in names and source is not None:
-            fix = "Load the folder by tt.load, or quantize the plain one by from_pretrained."
-            raise CheckpointError(
-                f"is quantized by itself, and transformers joins it with others to {target}", name=name, fix=fix
-            )
-        found[name if name in names else target] = spec
-    return found
+        target, _ = rename_source_key(name, [], [], prefix, names)
+        if target in names:
+            own.append(name)
+        else:
+            target, source = rename_source_key(name, renamings, converters, prefix, names)
+            if source is not None:
+                fix = "Load the folder by tt.load, or quantize the plain one by from_pretrained."
+                raise CheckpointError(
+                    f"is quantized by itself, and transformers joins it with others to {target}", name=name, fix=fix
+                )
+        found[target] = spec
+    return found, own
 
 
 def join_parts(model: Any, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
