@@ -248,8 +248,13 @@ class TetherQuantizer(HfQuantizer):  # type: ignore[misc]
         """Return the state dict with the parts of each Weight in place of it, once per tied group, and no metadata.
 
         The specs of the Weights go to ``model.config.quantization_config``, which transformers writes afterwards. A
-        model without Weights gives ``None``: transformers then takes its own state dict.
+        model without Weights gives ``None``: transformers then takes its own state dict. So does one with adapters of
+        PEFT, of which only these are saved.
         """
+        if getattr(model, "_hf_peft_config_loaded", False):
+            from . import peft  # noqa: F401 - its import makes PEFT save Weights as values
+
+            return None, {}
         aliases = {alias for tie in find_ties(model) for alias in tie.aliases}
         state: dict[str, Tensor] = {}
         specs: dict[str, Any] = {}
