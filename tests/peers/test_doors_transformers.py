@@ -170,6 +170,25 @@ def test_parts_keep_their_dtypes_and_a_weight_computes_in_the_dtype_asked_for(tm
             assert torch.equal(read.dequantize(), weight.to(torch.float16).dequantize())
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_modules_that_stay_in_float32_do_so_when_they_are_quantized(tmp_path, dtype):
+    from torchtether.integrations.transformers import TetherConfig
+
+    kind = transformers.T5ForConditionalGeneration
+    kind(transformers.T5Config(vocab_size=64, d_model=64, d_kv=16, d_ff=64, num_layers=1, num_heads=4)).save_pretrained(
+        tmp_path / "plain"
+    )
+    plain = kind.from_pretrained(tmp_path / "plain", dtype=dtype)
+    model = kind.from_pretrained(tmp_path / "plain", dtype=dtype, quantization_config=TetherConfig("int8"))
+    model.save_pretrained(tmp_path / "saved")
+    again = kind.from_pretrained(tmp_path / "saved", dtype=dtype)
+    dtypes = {name: parameter.dtype for name, parameter in plain.named_parameters()}
+    assert len(set(dtypes.values())) == (2 if dtype == torch.float16 else 1)  # of T5, transformers says so for float16
+    for other in (model, again):
+        assert {name: parameter.dtype for name, parameter in other.named_parameters()} == dtypes
+    assert weights_of(again).keys() == weights_of(model).keys()
+
+
 def test_a_base_model_reads_what_its_head_wrote_and_the_reverse(tmp_path):
     tt.quantize(built(CONFIGS["untied"]()), {"*_proj.weight": "int8"}).save_pretrained(tmp_path / "whole")
     whole = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "whole")

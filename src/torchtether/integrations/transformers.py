@@ -34,7 +34,7 @@ from ..ties.names import named_tensors
 from ..ties.records import find_ties
 from ..weights.spec import Tie, WeightSpec
 from ..weights.weight import Weight
-from .transformers_files import join_parts, specs_of, under_names_of
+from .transformers_files import dtype_of, join_parts, specs_of, under_names_of
 
 METHOD = native.METHOD
 
@@ -132,7 +132,7 @@ class _Rebuild(ConversionOps):  # type: ignore[misc]
     def convert(  # type: ignore[override]
         self, input_dict: dict[str, Any], *, full_layer_name: str, model: Any = None, **others: Any
     ) -> dict[str, Tensor]:
-        """Return the Weight by the name of its parameter, in the compute dtype of the model.
+        """Return the Weight by the name of its parameter, in the dtype in which the model computes with it.
 
         Raises CheckpointError if a part is absent or has a wrong dtype or shape.
         """
@@ -145,7 +145,7 @@ class _Rebuild(ConversionOps):  # type: ignore[misc]
             for key, one in input_dict.items()
         }
         check_parts(full_layer_name, spec, found, name=full_layer_name)
-        dtype = spec.dtype if model is None else model.get_parameter(full_layer_name).dtype
+        dtype = spec.dtype if model is None else dtype_of(model, full_layer_name)
         parts = {part: found[part_key(full_layer_name, part)] for part in spec.scheme.layout(spec.base)}
         return {full_layer_name: _frozen(Weight(parts, spec).to(dtype))}
 

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+from transformers.core_model_loading import WeightConverter, WeightRenaming, build_glob_alternation, rename_source_key
 
 from ..checkpoint.reader import Checkpoint
 from ..errors import CheckpointError
@@ -55,6 +56,15 @@ def under_names_of(model: Any, specs: Mapping[str, WeightSpec]) -> tuple[dict[st
                 )
         found[target] = spec
     return found, own
+
+
+def dtype_of(model: Any, name: str) -> torch.dtype:
+    """Return the dtype of the parameter ``name`` after loading: some modules stay in float32 in models of 16 bits."""
+    dtype: torch.dtype = model.get_parameter(name).dtype
+    plan = model._get_dtype_plan(dtype)
+    pattern, globs, _ = build_glob_alternation(list(plan))
+    found = pattern.search(name) if plan else None
+    return plan[globs[found.lastgroup]] if found and found.lastgroup else dtype
 
 
 def join_parts(model: Any, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
