@@ -329,6 +329,32 @@ def test_what_we_quantized_is_saved_by_save_pretrained_and_read_by_either(tmp_pa
     assert logits_of(model.bfloat16()).dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("path", ["model", "model.layers", "model.layers.1.mlp.up_proj"])
+def test_a_model_of_which_a_part_was_quantized_alone_is_saved(tmp_path, path):
+    model = built(CONFIGS["untied"]())
+    tt.quantize(model.get_submodule(path), "int8")
+    assert weights_of(model)
+    model.save_pretrained(tmp_path)
+    again, found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(found.values())
+    assert weights_of(again).keys() == weights_of(model).keys()
+    assert torch.equal(logits_of(again), logits_of(model))
+
+
+def test_a_plain_model_with_the_config_of_a_quantized_one_is_saved_as_plain(tmp_path):
+    config = CONFIGS["untied"]()
+    model, plain = built(config), transformers.LlamaForCausalLM(config).eval()
+    assert plain.config is model.config
+    tt.quantize(model, "int8")
+    for one, name in ((plain, "plain"), (model, "quantized"), (plain, "again")):
+        one.save_pretrained(tmp_path / name)
+        described = json.loads((tmp_path / name / "config.json").read_text())
+        assert ("quantization_config" in described) == (one is model)
+        read = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name)
+        assert weights_of(read).keys() == weights_of(one).keys()
+        assert torch.equal(logits_of(read), logits_of(one))
+
+
 def test_quantize_that_fails_leaves_no_quantizer(monkeypatch):
     from torchtether.exchange.exchange import Exchange
 

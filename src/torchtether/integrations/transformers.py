@@ -339,5 +339,25 @@ def _keep_kind(original: Any) -> Any:
     return resized
 
 
+def _as_held(original: Any) -> Any:
+    """Make ``save_pretrained`` follow the tensors of the model: a part may be quantized alone, a config be shared."""
+
+    @wraps(original)
+    def save_pretrained(model: Any, *args: Any, **kwargs: Any) -> Any:
+        if any(isinstance(tensor, Weight) for tensor in named_tensors(model).values()):
+            attach(model)
+        config, found = model.config, getattr(model.config, "quantization_config", None)
+        if not isinstance(found, TetherConfig) or getattr(model, "hf_quantizer", None) is not None:
+            return original(model, *args, **kwargs)
+        del config.quantization_config
+        try:
+            return original(model, *args, **kwargs)
+        finally:
+            config.quantization_config = found
+
+    return save_pretrained
+
+
 if not hasattr(PreTrainedModel._get_resized_lm_head, "__wrapped__"):
     PreTrainedModel._get_resized_lm_head = _keep_kind(PreTrainedModel._get_resized_lm_head)  # type: ignore[method-assign]
+    PreTrainedModel.save_pretrained = _as_held(PreTrainedModel.save_pretrained)  # type: ignore[method-assign]
