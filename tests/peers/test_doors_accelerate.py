@@ -196,6 +196,24 @@ def test_save_state_and_load_state_resume_where_they_were(model, accelerator, tm
         assert same({n: values_of(checkpoint[n]) for n in checkpoint}, held)
 
 
+def test_a_state_of_floats_is_loaded_into_a_model_that_was_quantized_since(accelerator, tmp_path):
+    from torchtether.integrations.accelerate import attach
+
+    attach(accelerator)
+    torch.manual_seed(0)
+    model = accelerator.prepare(Model().eval())
+    accelerator.save_state(tmp_path)
+    tt.quantize(model, "int8")
+    held, ids = values(model), {name: id(p) for name, p in model.named_parameters()}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    accelerator.load_state(tmp_path)
+    assert same(values(model), held)
+    assert {name: id(p) for name, p in model.named_parameters()} == ids
+    assert model.head.weight is model.emb.weight
+
+
 def test_two_models_in_one_state(accelerator, tmp_path):
     from torchtether.integrations.accelerate import attach
 

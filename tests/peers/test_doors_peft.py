@@ -315,6 +315,62 @@ def test_a_head_of_its_own_is_resized_and_stays_the_weight_that_the_optimizer_ho
     assert logits_of(model).shape == (2, 6, 70)
 
 
+STORED = {
+    "head": lambda: lora(target_modules=["q_proj", "lm_head"]),
+    "embedding": lambda: lora(target_modules=["embed_tokens"], use_dora=True),
+    "both": lambda: lora(target_modules=["embed_tokens"], ensure_weight_tying=True),
+    "copy of the head": lambda: lora(modules_to_save=["lm_head"]),
+    "copy of the embedding": lambda: lora(modules_to_save=["embed_tokens"]),
+    "copies of both": lambda: lora(modules_to_save=["embed_tokens"], ensure_weight_tying=True),
+}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("kind", STORED)
+def test_files_with_base_layers_or_copies_of_modules_have_their_values(tmp_path, kind, tied):
+    from safetensors.torch import load_file
+
+    plain = transformers.AutoModelForCausalLM.from_config(built(tied=tied, rules={}).config)
+    peft.get_peft_model(plain, STORED[kind]()).save_pretrained(tmp_path / "plain")
+    keys = load_file(tmp_path / "plain" / "adapter_model.safetensors").keys()
+
+    adapter = adapted(built(tied=tied), STORED[kind]())
+    with torch.no_grad():
+        for parameter in adapter.parameters():
+            if isinstance(parameter, tt.Weight) and parameter.requires_grad:
+                parameter.add_(torch.randn(parameter.shape) * 0.05)
+    adapter.save_pretrained(tmp_path)
+    stored = load_file(tmp_path / "adapter_model.safetensors")
+    assert stored.keys() == keys
+    state = {name.replace(".modules_to_save.default", ""): one for name, one in adapter.state_dict().items()}
+    weights = {name: state[name] for name in stored.keys() & state.keys() if isinstance(state[name], tt.Weight)}
+    assert weights
+    assert all(torch.equal(stored[name], weight.dequantize()) for name, weight in weights.items())
+
+    again = peft.PeftModel.from_pretrained(built(tied=tied), tmp_path).eval()
+    assert {name: type(one) for name, one in again.named_parameters()} == {
+        name: type(one) for name, one in adapter.named_parameters()
+    }
+    if "cop" not in kind:
+        assert equal(codes_of(again), codes_of(adapter))
+        assert torch.equal(logits_of(again), logits_of(adapter))
+    else:  # the values are rounded once more
+        assert (logits_of(again) - logits_of(adapter)).norm() < 0.02 * logits_of(adapter).norm()
+
+
+def test_transformers_writes_the_same_files(tmp_path):
+    from safetensors.torch import load_file
+
+    model = built()
+    model.add_adapter(STORED["copy of the head"]())
+    model.save_pretrained(tmp_path)
+    copy = model.lm_head.modules_to_save["default"].weight
+    assert isinstance(copy, tt.Weight)
+    stored = load_file(tmp_path / "adapter_model.safetensors")
+    assert torch.equal(stored["base_model.model.lm_head.weight"], copy.dequantize())
+    assert all("lora" in name for name in stored.keys() - {"base_model.model.lm_head.weight"})
+
+
 def test_attention_that_peft_merges_at_every_forward_is_refused():
     class Model(nn.Module):
         def __init__(self):

@@ -111,6 +111,41 @@ def test_from_pretrained_quantizes_and_reads_back_what_is_saved(tmp_path, name):
     assert (again.get_input_embeddings().weight is again.get_output_embeddings().weight) == is_tied
 
 
+@pytest.mark.parametrize("stored", ["model.embed_tokens.weight", "lm_head.weight", "both"])
+def test_tied_weights_stay_tied_whichever_names_the_checkpoint_stores(tmp_path, stored):
+    from safetensors.torch import save_file
+
+    from torchtether.integrations.transformers import TetherConfig
+
+    auto, model = transformers.AutoModelForCausalLM, built(CONFIGS["tied"]())
+    model.save_pretrained(tmp_path)
+    left_out = {"model.embed_tokens.weight", "lm_head.weight"} - {stored} if stored != "both" else set()
+    tensors = {name: tensor.clone() for name, tensor in model.state_dict().items() if name not in left_out}
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    read = auto.from_pretrained(tmp_path, quantization_config=TetherConfig("int8"))
+    assert read.lm_head.weight is read.model.embed_tokens.weight
+    assert weights_of(read).keys() == weights_of(tt.quantize(model, "int8")).keys()
+    assert torch.equal(logits_of(read), logits_of(model))
+
+
+@pytest.mark.parametrize("changed", [{"num_labels": 5}, {"vocab_size": 300}])
+def test_a_tensor_of_another_shape_is_an_error_or_initialized_anew(tmp_path, changed):
+    from torchtether.integrations.transformers import TetherConfig
+
+    auto = transformers.AutoModelForSequenceClassification
+    auto.from_config(transformers.LlamaConfig(**SMALL, pad_token_id=0, num_labels=3)).save_pretrained(tmp_path)
+    config = TetherConfig(rules={"score.weight": "int8", "*embed_tokens.weight": "int8", "*q_proj*": "int8"})
+    with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
+        auto.from_pretrained(tmp_path, **changed, quantization_config=config)
+    model = auto.from_pretrained(tmp_path, **changed, quantization_config=config, ignore_mismatched_sizes=True)
+    shapes = {"score.weight": (model.config.num_labels, 64), "model.embed_tokens.weight": (model.config.vocab_size, 64)}
+    assert all(model.get_parameter(name).shape == shape for name, shape in shapes.items())
+    renewed = "score.weight" if "num_labels" in changed else "model.embed_tokens.weight"
+    assert shapes.keys() - weights_of(model).keys() == {renewed}
+    assert model.get_parameter(renewed).isfinite().all()
+    assert "model.layers.1.self_attn.q_proj.weight" in weights_of(model)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("scheme", ["int8", "int4", "fp8", "nf4", "mxfp4", "nvfp4"])
 def test_parts_keep_their_dtypes_and_a_weight_computes_in_the_dtype_asked_for(tmp_path, scheme, dtype):
@@ -135,6 +170,25 @@ def test_parts_keep_their_dtypes_and_a_weight_computes_in_the_dtype_asked_for(tm
             assert torch.equal(read.dequantize(), weight.to(torch.float16).dequantize())
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_modules_that_stay_in_float32_do_so_when_they_are_quantized(tmp_path, dtype):
+    from torchtether.integrations.transformers import TetherConfig
+
+    kind = transformers.T5ForConditionalGeneration
+    kind(transformers.T5Config(vocab_size=64, d_model=64, d_kv=16, d_ff=64, num_layers=1, num_heads=4)).save_pretrained(
+        tmp_path / "plain"
+    )
+    plain = kind.from_pretrained(tmp_path / "plain", dtype=dtype)
+    model = kind.from_pretrained(tmp_path / "plain", dtype=dtype, quantization_config=TetherConfig("int8"))
+    model.save_pretrained(tmp_path / "saved")
+    again = kind.from_pretrained(tmp_path / "saved", dtype=dtype)
+    dtypes = {name: parameter.dtype for name, parameter in plain.named_parameters()}
+    assert len(set(dtypes.values())) == (2 if dtype == torch.float16 else 1)  # of T5, transformers says so for float16
+    for other in (model, again):
+        assert {name: parameter.dtype for name, parameter in other.named_parameters()} == dtypes
+    assert weights_of(again).keys() == weights_of(model).keys()
+
+
 def test_a_base_model_reads_what_its_head_wrote_and_the_reverse(tmp_path):
     tt.quantize(built(CONFIGS["untied"]()), {"*_proj.weight": "int8"}).save_pretrained(tmp_path / "whole")
     whole = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "whole")
@@ -146,6 +200,55 @@ def test_a_base_model_reads_what_its_head_wrote_and_the_reverse(tmp_path):
         assert torch.equal(base(IDS).last_hidden_state, wanted)
         assert torch.equal(around.model(IDS).last_hidden_state, wanted)
     assert len(weights_of(base)) == len(weights_of(around)) == len(weights_of(whole))
+
+
+def _experts_in_a_vision_model():
+    text = {**SMALL, **MOE, "num_experts": 4}
+    text["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
+    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 4, "patch_size": 8}
+    vision |= {"out_hidden_size": 64, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
+    config = transformers.Qwen3VLMoeConfig(text_config=text, vision_config=vision)
+    return transformers.Qwen3VLMoeForConditionalGeneration(config)
+
+
+def _pi0():
+    text = {**SMALL, "model_type": "gemma", "head_dim": 16}
+    vision = {"model_type": "siglip_vision_model", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    vision |= {"num_attention_heads": 4, "image_size": 32, "patch_size": 8, "projection_dim": 64}
+    whole = {"model_type": "paligemma", "text_config": text, "vision_config": vision, "projection_dim": 64}
+    return transformers.PI0ForConditionalGeneration(transformers.PI0Config(vlm_config=whole, dit_config=text))
+
+
+@pytest.mark.parametrize("make", [_experts_in_a_vision_model, _pi0])
+def test_names_that_are_the_models_are_not_converted_again(tmp_path, make):
+    from torchtether.integrations.transformers import TetherConfig
+
+    kind = type(make())
+    make().save_pretrained(tmp_path / "plain")
+    model = kind.from_pretrained(tmp_path / "plain", quantization_config=TetherConfig("int8"))
+    model.save_pretrained(tmp_path / "saved")
+    again, found = kind.from_pretrained(tmp_path / "saved", output_loading_info=True)
+    assert not any(found.values())
+    assert weights_of(again).keys() == weights_of(model).keys()
+    tt.dequantize(again)
+    tt.dequantize(model)
+    again.save_pretrained(tmp_path / "dequantized")
+    third = kind.from_pretrained(tmp_path / "dequantized")
+    for other in (again, third):
+        assert all(torch.equal(other.get_parameter(name), one) for name, one in model.named_parameters())
+
+
+@pytest.mark.parametrize("shard", ["40KB", "1GB"])
+def test_a_variant_beside_another_checkpoint_is_read(tmp_path, shard):
+    auto, model = transformers.AutoModelForCausalLM, built(CONFIGS["untied"]())
+    model.save_pretrained(tmp_path)
+    plain = logits_of(model)
+    tt.quantize(model, "int8").save_pretrained(tmp_path, variant="int8", max_shard_size=shard)
+    again, found = auto.from_pretrained(tmp_path, variant="int8", output_loading_info=True)
+    assert not any(found.values())
+    assert weights_of(again).keys() == weights_of(model).keys()
+    assert torch.equal(logits_of(again), logits_of(model))
+    assert torch.equal(logits_of(auto.from_pretrained(tmp_path)), plain)
 
 
 def _cut(tensors, key):
@@ -226,6 +329,32 @@ def test_what_we_quantized_is_saved_by_save_pretrained_and_read_by_either(tmp_pa
     assert logits_of(model.bfloat16()).dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("path", ["model", "model.layers", "model.layers.1.mlp.up_proj"])
+def test_a_model_of_which_a_part_was_quantized_alone_is_saved(tmp_path, path):
+    model = built(CONFIGS["untied"]())
+    tt.quantize(model.get_submodule(path), "int8")
+    assert weights_of(model)
+    model.save_pretrained(tmp_path)
+    again, found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(found.values())
+    assert weights_of(again).keys() == weights_of(model).keys()
+    assert torch.equal(logits_of(again), logits_of(model))
+
+
+def test_a_plain_model_with_the_config_of_a_quantized_one_is_saved_as_plain(tmp_path):
+    config = CONFIGS["untied"]()
+    model, plain = built(config), transformers.LlamaForCausalLM(config).eval()
+    assert plain.config is model.config
+    tt.quantize(model, "int8")
+    for one, name in ((plain, "plain"), (model, "quantized"), (plain, "again")):
+        one.save_pretrained(tmp_path / name)
+        described = json.loads((tmp_path / name / "config.json").read_text())
+        assert ("quantization_config" in described) == (one is model)
+        read = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name)
+        assert weights_of(read).keys() == weights_of(one).keys()
+        assert torch.equal(logits_of(read), logits_of(one))
+
+
 def test_quantize_that_fails_leaves_no_quantizer(monkeypatch):
     from torchtether.exchange.exchange import Exchange
 
@@ -264,32 +393,74 @@ def test_a_bare_scheme_chooses_experts_and_conv1d_and_the_report_says_what_stays
     assert torch.equal(logits_of(model), logits_of(tt.quantize(built(config), "int8")))
 
 
-def test_trainer_without_adapters_makes_checkpoints_and_resumes(tmp_path):
+@pytest.mark.parametrize("name", ["tied", "untied"])
+@pytest.mark.parametrize("scheme", [None, "int8", tt.Mastered(tt.int8())], ids=str)
+def test_trainer_without_adapters_makes_checkpoints_and_resumes(tmp_path, name, scheme):
+    """``scheme`` is that of the Weights that are trained; without one, they are frozen."""
     from torchtether.integrations.transformers import TetherConfig
 
-    built(CONFIGS["tied"]()).save_pretrained(tmp_path / "plain")
+    built(CONFIGS[name]()).save_pretrained(tmp_path / "plain")
     data = [{"input_ids": row, "labels": row} for row in torch.randint(0, 256, (8, 6))]
 
+    def loaded():
+        config = TetherConfig(scheme or "int8")
+        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "plain", quantization_config=config)
+        return model.requires_grad_(True) if scheme else model
+
     def trained(steps, resume=None):
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            tmp_path / "plain", quantization_config=TetherConfig("int8")
-        )
+        model = loaded()
         arguments = transformers.TrainingArguments(
             str(tmp_path / "runs"), max_steps=steps, save_steps=2, learning_rate=1e-2, use_cpu=True, report_to=[],
             per_device_train_batch_size=2, logging_strategy="no", disable_tqdm=True,
         )  # fmt: skip
+        torch.manual_seed(0)  # of stochastic rounding
         trainer = transformers.Trainer(model, arguments, train_dataset=data)
         trainer.train(resume_from_checkpoint=resume)
         return model
 
     first = trained(4)
     again = trained(4, str(tmp_path / "runs" / "checkpoint-2"))
-    assert weights_of(again).keys() == weights_of(first).keys()
-    assert torch.equal(logits_of(again), logits_of(first))
+    resumed = trained(4, str(tmp_path / "runs" / "checkpoint-4"))
     read = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "runs" / "checkpoint-4")
-    assert torch.equal(logits_of(read), logits_of(first))
-    start = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
+    for other in (again, resumed, read):
+        assert weights_of(other).keys() == weights_of(first).keys()
+        assert torch.equal(logits_of(other), logits_of(first))
+    start = loaded()
     assert not torch.equal(first.model.norm.weight, start.model.norm.weight)
+    weights = weights_of(start).items()
+    assert all(torch.equal(w.dequantize(), first.get_parameter(n).dequantize()) != bool(scheme) for n, w in weights)
+
+
+@pytest.mark.parametrize("how", ["quantize", "from_pretrained"])
+def test_load_state_dict_reads_the_files_of_save_pretrained(tmp_path, how):
+    from safetensors.torch import load_file
+
+    from torchtether.integrations.transformers import TetherConfig
+
+    auto, config = transformers.AutoModelForCausalLM, CONFIGS["untied"]()
+    built(config).save_pretrained(tmp_path / "plain")
+    if how == "quantize":
+        model = tt.quantize(built(config), "int8")
+    else:
+        model = auto.from_pretrained(tmp_path / "plain", quantization_config=TetherConfig("int8"))
+    model.save_pretrained(tmp_path)
+    held, wanted, state = dict(model.named_parameters()), logits_of(model), load_file(tmp_path / "model.safetensors")
+    for assign in (False, True):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(2)
+        assert not torch.equal(logits_of(model), wanted)
+        assert not any(model.load_state_dict(state, assign=assign))
+        assert torch.equal(logits_of(model), wanted)
+        assert all(model.get_parameter(name) is weight for name, weight in weights_of(model).items())
+    for spoil in (dict.pop, _cut, _retype):
+        spoiled = {key: tensor * 2 for key, tensor in state.items()}
+        spoil(spoiled, "model.layers.1.self_attn.q_proj.weight.scale")
+        with pytest.raises(tt.CheckpointError, match=r"layers.1.self_attn.q_proj.weight: its part '(.*\.)?scale' is"):
+            model.load_state_dict(spoiled, strict=False)
+        assert torch.equal(logits_of(model), wanted)
+    model.load_state_dict(built(config).state_dict(), assign=True)
+    assert weights_of(model).keys() == {name for name, one in held.items() if isinstance(one, tt.Weight)}
 
 
 def test_parameters_on_disk_are_refused_and_not_read_as_floats(tmp_path):

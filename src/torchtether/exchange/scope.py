@@ -104,7 +104,7 @@ class _Swapping(ContextDecorator):
         if self._model is not None:
             check_place(self._model.modules(), "convert")
             check_belongs(self._model, optimizers)
-            stack.callback(self._model.register_load_state_dict_pre_hook(_fill_aliases).remove)
+            stack.callback(self._model.register_load_state_dict_pre_hook(fill_aliases).remove)
         stack.enter_context(scope)
         stack.callback(scope.process.close)
         before = torch.__future__.get_swap_module_params_on_conversion()
@@ -362,7 +362,7 @@ def _module_of(frame: FrameType) -> nn.Module | None:
     return first if isinstance(first, nn.Module) else None
 
 
-def _fill_aliases(module: nn.Module, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
+def fill_aliases(module: nn.Module, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
     """Add the tied names that the state dict lacks, each with its owner's tensor or a view of it."""
     known = set(module.state_dict(keep_vars=True))
     tensors = named_tensors(module)

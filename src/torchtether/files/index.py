@@ -10,7 +10,7 @@ from typing import Any
 
 from ..errors import CheckpointError
 from .header import HEADER_LIMIT
-from .names import SUFFIX
+from .names import SUFFIX, stem_of
 from .opening import read_file
 from .strict_json import check_extent, parse_object, short_repr
 
@@ -42,6 +42,17 @@ class Index:
     def files(self) -> tuple[Path, ...]:
         """Return the shards, in the order of their names."""
         return tuple(self.path.parent / name for name in sorted(set(self.weight_map.values())))
+
+
+def index_of(shard: Path) -> Path | None:
+    """Return the path of the index beside ``shard``, ``None`` if there is none.
+
+    A folder may hold several checkpoints of transformers, which differ in their variant: that of
+    ``model.int8-00001-of-00002.safetensors`` has the index ``model.safetensors.index.int8.json``.
+    """
+    stem, *variant = (stem_of(shard.name) or "").split(".", 1)
+    path = shard.with_name(".".join([stem + SUFFIX, "index", *variant, "json"]))
+    return path if path.is_file() else None
 
 
 def read_index(path: Path) -> Index:

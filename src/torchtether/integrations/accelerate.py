@@ -18,6 +18,7 @@ from torch import nn
 
 from ..checkpoint.reader import Checkpoint
 from ..checkpoint.saver import save
+from ..exchange.scope import fill_aliases
 from ..weights.weight import Weight
 
 
@@ -42,8 +43,11 @@ def attach(accelerator: Any) -> None:
         if not any(map(_has_weights, models)):
             return
         for model, path in zip(models, _paths(input_dir, len(models)), strict=True):
+            inner = accelerator.unwrap_model(model, keep_torch_compile=False)
             with Checkpoint(path) as checkpoint:
-                accelerator.unwrap_model(model, keep_torch_compile=False).load_state_dict(dict(checkpoint))
+                state = dict(checkpoint)
+                fill_aliases(inner, state, "")  # files of accelerate itself have one name of a tie, and no record
+                inner.load_state_dict(state)
         models.clear()
 
     accelerator.register_save_state_pre_hook(save_models)

@@ -32,10 +32,8 @@ def _tell_transformers(model: nn.Module, path: str) -> Callable[[], None] | None
     for name in path.split(".") if path else ():
         modules.append(getattr(modules[-1], name))
     found = [module for module in modules if isinstance(module, modeling.PreTrainedModel)]
-    if not found:
-        return None
     try:
-        from .transformers import attach
+        from .transformers import attach  # its import prepares save_pretrained of models around this one, too
     except ImportError:  # an old transformers without custom quantizers
         return None
     undone = [undo for undo in map(attach, found) if undo is not None]
@@ -44,7 +42,7 @@ def _tell_transformers(model: nn.Module, path: str) -> Callable[[], None] | None
         for undo in undone:
             undo()
 
-    return detach
+    return detach if undone else None
 
 
 def _tell_peft(model: nn.Module, path: str) -> None:

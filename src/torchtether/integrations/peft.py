@@ -3,11 +3,15 @@
 Importing this module makes ``merge`` and ``unmerge`` of every PEFT layer support Weights. PEFT's own code then sees
 plain values in place of the Weights of its base layer, and the result is encoded again. The layer keeps the codes from
 before the merge until ``unmerge``. Their memory is held as long as an adapter is merged; ``merge_and_unload`` frees it.
+
+Files of adapters store decoded values of a base embedding, a head or a copy of a module, if PEFT stores those. A Weight
+with the same values keeps its codes when such a file is loaded; other values are encoded.
 """
 
 from __future__ import annotations
 
 import math
+import sys
 import warnings
 import zlib
 from collections.abc import Callable, Iterator
@@ -22,6 +26,7 @@ import torch
 from peft.tuners import lora
 from peft.tuners.trainable_tokens.layer import TrainableTokensLayer
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
+from peft.utils import save_and_load
 from torch import Tensor, nn
 
 from ..errors import TieError, UnsupportedOpError
@@ -317,8 +322,40 @@ def _checksum(tensor: Tensor) -> int:
     return found
 
 
+def _collect(original: Any) -> Any:
+    @wraps(original)
+    def get_peft_model_state_dict(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        found = original(*args, **kwargs)
+        return {name: one.detach().dequantize() if isinstance(one, Weight) else one for name, one in found.items()}
+
+    return get_peft_model_state_dict
+
+
+def _fill(original: Any) -> Any:
+    @wraps(original)
+    def set_peft_model_state_dict(model: Any, peft_model_state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        held = {name: one for name, one in model.state_dict().items() if isinstance(one, Weight)}
+        given = dict(peft_model_state_dict)
+        for name in held.keys() & given.keys():
+            if torch.equal(held[name].dequantize().to(given[name]), given[name]):
+                given[name] = held[name]  # encoding its values could give other codes
+        return original(model, given, *args, **kwargs)
+
+    return set_peft_model_state_dict
+
+
 def _install() -> None:
-    """Wrap the methods of every PEFT class that merges or unmerges, once."""
+    """Wrap, once, the methods of every PEFT class that merges or unmerges, and the functions that a file goes through.
+
+    Other modules of PEFT have these functions under the same names.
+    """
+    for name, wrap_function in {"get_peft_model_state_dict": _collect, "set_peft_model_state_dict": _fill}.items():
+        original = getattr(save_and_load, name)
+        if not hasattr(original, "__wrapped__"):
+            wrapped = wrap_function(original)
+            for module in [one for path, one in sys.modules.items() if path.partition(".")[0] == "peft"]:
+                if vars(module).get(name) is original:
+                    setattr(module, name, wrapped)
     wrappers: list[tuple[type, dict[str, Any]]] = [
         (BaseTunerLayer, {"merge": _merge, "unmerge": _unmerge}),
         (BaseTuner, {"merge_adapter": _merge_adapter, "_unload_and_optionally_merge": _unload}),

@@ -13,23 +13,20 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from functools import wraps
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import ConversionOps, WeightConverter, WeightRenaming, rename_source_key
+from transformers.core_model_loading import ConversionOps, WeightRenaming
 from transformers.modeling_utils import PreTrainedModel
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from ..checkpoint.reader import Checkpoint
 from ..conversion.quantizing import dequantize
 from ..conversion.selection import Rules, schemes_for
 from ..errors import CheckpointError
-from ..exchange.exchange import tell_listeners
+from ..exchange.exchange import add_load_hook, tell_listeners
 from ..files.record import check_parts, part_key, weight_to_json
 from ..formats import native
 from ..schemes import Scheme, resolve, scheme_from_json
@@ -37,6 +34,7 @@ from ..ties.names import named_tensors
 from ..ties.records import find_ties
 from ..weights.spec import Tie, WeightSpec
 from ..weights.weight import Weight
+from .transformers_files import dtype_of, join_parts, specs_of, under_names_of
 
 METHOD = native.METHOD
 
@@ -107,14 +105,19 @@ class _Encode(ConversionOps):  # type: ignore[misc]
         self.hf_quantizer = quantizer
 
     def convert(  # type: ignore[override]
-        self, input_dict: dict[str, Any], *, missing_keys: Any = None, **others: Any
+        self, input_dict: dict[str, Any], *, model: Any, missing_keys: Any = None, **others: Any
     ) -> dict[str, Tensor]:
-        """Return the Weight of each parameter, by name; a parameter without a scheme stays as it is."""
+        """Return the Weight of each parameter, by name; one without a scheme or of a wrong shape stays as it is.
+
+        Each leaves ``chosen``, because transformers checks no shape of a parameter that is still to be encoded.
+        """
         made = {}
         for name, value in input_dict.items():
             values = value[0] if isinstance(value, list) else value
-            scheme = self.hf_quantizer.chosen.get(name)
-            made[name] = values if scheme is None else _frozen(Weight.encode(values, scheme))
+            scheme = self.hf_quantizer.chosen.pop(name, None)
+            if scheme is not None and values.shape == model.get_parameter(name).shape:
+                values = _frozen(Weight.encode(values, scheme))
+            made[name] = values
             if missing_keys is not None:
                 missing_keys.discard(name)
         return made
@@ -129,7 +132,7 @@ class _Rebuild(ConversionOps):  # type: ignore[misc]
     def convert(  # type: ignore[override]
         self, input_dict: dict[str, Any], *, full_layer_name: str, model: Any = None, **others: Any
     ) -> dict[str, Tensor]:
-        """Return the Weight by the name of its parameter, in the compute dtype of the model.
+        """Return the Weight by the name of its parameter, in the dtype in which the model computes with it.
 
         Raises CheckpointError if a part is absent or has a wrong dtype or shape.
         """
@@ -142,7 +145,7 @@ class _Rebuild(ConversionOps):  # type: ignore[misc]
             for key, one in input_dict.items()
         }
         check_parts(full_layer_name, spec, found, name=full_layer_name)
-        dtype = spec.dtype if model is None else model.get_parameter(full_layer_name).dtype
+        dtype = spec.dtype if model is None else dtype_of(model, full_layer_name)
         parts = {part: found[part_key(full_layer_name, part)] for part in spec.scheme.layout(spec.base)}
         return {full_layer_name: _frozen(Weight(parts, spec).to(dtype))}
 
@@ -163,6 +166,7 @@ class TetherQuantizer(HfQuantizer):  # type: ignore[misc]
         super().__init__(quantization_config, **kwargs)
         self.chosen: dict[str, Scheme] = {}
         self.specs: dict[str, WeightSpec] = {}
+        self._own: list[str] = []
         self._conversions: Any = None
 
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
@@ -174,17 +178,25 @@ class TetherQuantizer(HfQuantizer):  # type: ignore[misc]
     def _process_model_before_weight_loading(
         self, model: nn.Module, checkpoint_files: list[str] | None = None, **kwargs: Any
     ) -> nn.Module:
-        specs = _specs_of(checkpoint_files) if checkpoint_files else self.quantization_config.specs()
-        self.specs = _under_names_of(model, specs)
+        specs = specs_of(checkpoint_files) if checkpoint_files else self.quantization_config.specs()
+        self.specs, self._own = under_names_of(model, specs)
         self.pre_quantized = bool(self.specs)
         if not self.specs:
-            self.chosen = self.quantization_config.schemes(model, _ties_of(model))
+            ties = _ties_of(model)
+            chosen, names = self.quantization_config.schemes(model, ties), {tie.owner: tie.names for tie in ties}
+            self.chosen = {name: scheme for owner, scheme in chosen.items() for name in names.get(owner, (owner,))}
         return model
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> nn.Module:
         model.is_quantized = False  # else transformers forbids ``.half()`` and training, which Weights support
         self.validate_environment(device_map=getattr(model, "hf_device_map", None))  # "auto" is resolved by now
-        tell_listeners(model, [name for name, tensor in named_tensors(model).items() if isinstance(tensor, Weight)])
+        names = [name for name, tensor in named_tensors(model).items() if isinstance(tensor, Weight)]
+        for path in {name.rpartition(".")[0] for name in names}:
+            add_load_hook(model.get_submodule(path))
+        model.register_load_state_dict_pre_hook(join_parts)
+        if self.pre_quantized:
+            model.__dict__.pop("_weight_conversions", None)  # ours have no inverse; its class gives those for a save
+        tell_listeners(model, names)
         return model  # type: ignore[no-any-return]
 
     def param_needs_quantization(self, model: nn.Module, param_name: str, **kwargs: Any) -> bool:
@@ -209,6 +221,15 @@ class TetherQuantizer(HfQuantizer):  # type: ignore[misc]
         """Return the operation that rebuilds a Weight from its parts."""
         return {"deserialize": _Rebuild}
 
+    def update_weight_conversions(self, weight_conversions: list[Any], model: Any) -> list[Any]:
+        """Return the conversions of a load: ours first, without renamings of Weights whose names are the model's."""
+        kept = [
+            one
+            for one in weight_conversions
+            if not isinstance(one, WeightRenaming) or all(one.rename_source_key(name)[0] == name for name in self._own)
+        ]
+        return self.get_weight_conversions() + kept  # type: ignore[no-any-return]
+
     def is_serializable(self) -> bool:
         """Return True: ``save_pretrained`` can write the model."""
         return True
@@ -227,8 +248,13 @@ class TetherQuantizer(HfQuantizer):  # type: ignore[misc]
         """Return the state dict with the parts of each Weight in place of it, once per tied group, and no metadata.
 
         The specs of the Weights go to ``model.config.quantization_config``, which transformers writes afterwards. A
-        model without Weights gives ``None``: transformers then takes its own state dict.
+        model without Weights gives ``None``: transformers then takes its own state dict. So does one with adapters of
+        PEFT, of which only these are saved.
         """
+        if getattr(model, "_hf_peft_config_loaded", False):
+            from . import peft  # noqa: F401 - its import makes PEFT save Weights as values
+
+            return None, {}
         aliases = {alias for tie in find_ties(model) for alias in tie.aliases}
         state: dict[str, Tensor] = {}
         specs: dict[str, Any] = {}
@@ -264,54 +290,23 @@ class TetherQuantizer(HfQuantizer):  # type: ignore[misc]
 def attach(model: Any) -> Callable[[], None] | None:
     """Make ``model.save_pretrained`` and ``model.config.save_pretrained`` write the Weights of ``model``.
 
-    ``tt.quantize`` and ``tt.load`` call this. A model that has a quantizer keeps it. The model is not marked as
-    quantized, so that ``.half()`` and similar calls stay allowed. Return a function that undoes it; ``None`` if nothing
-    was done.
+    ``load_state_dict`` reads them back. ``tt.quantize`` and ``tt.load`` call this. A model that has a quantizer keeps
+    it. The model is not marked as quantized, so that ``.half()`` and similar calls stay allowed. Return a function that
+    undoes it; ``None`` if nothing was done.
     """
     if getattr(model, "hf_quantizer", None) is not None:
         return None
     config = TetherConfig()
     model.hf_quantizer = TetherQuantizer(config, pre_quantized=False)
     model.config.quantization_config = config
+    hook = model.register_load_state_dict_pre_hook(join_parts)
 
     def detach() -> None:
+        hook.remove()
         del model.hf_quantizer
         model.config.__dict__.pop("quantization_config", None)
 
     return detach
-
-
-def _specs_of(files: list[str]) -> dict[str, WeightSpec]:
-    """Return the specs of the Weights in our own checkpoint files, by name; empty for files of other formats.
-
-    Only headers are read. Raises CheckpointError if a part is absent or has a wrong dtype or shape.
-    """
-    path = Path(files[0])
-    with Checkpoint(path if len(files) == 1 else path.parent) as checkpoint:
-        if checkpoint.format != native.name:
-            return {}
-        return {name: entry.spec for name, entry in checkpoint.entries.items() if entry.spec is not None}
-
-
-def _under_names_of(model: Any, specs: Mapping[str, WeightSpec]) -> dict[str, WeightSpec]:
-    """Return ``specs`` by the names in ``model``, renamed as ``from_pretrained`` does.
-
-    Raises CheckpointError for a weight that ``from_pretrained`` would join with others, such as a single expert.
-    """
-    names = model.state_dict()
-    conversions = get_model_conversion_mapping(model)
-    renamings = [one for one in conversions if isinstance(one, WeightRenaming)]
-    converters = [one for one in conversions if isinstance(one, WeightConverter)]
-    found = {}
-    for name, spec in specs.items():
-        target, source = rename_source_key(name, renamings, converters, model.base_model_prefix, names)
-        if name not in names and source is not None:
-            fix = "Load the folder by tt.load, or quantize the plain one by from_pretrained."
-            raise CheckpointError(
-                f"is quantized by itself, and transformers joins it with others to {target}", name=name, fix=fix
-            )
-        found[name if name in names else target] = spec
-    return found
 
 
 def _ties_of(model: Any) -> tuple[Tie, ...]:
@@ -344,5 +339,25 @@ def _keep_kind(original: Any) -> Any:
     return resized
 
 
+def _as_held(original: Any) -> Any:
+    """Make ``save_pretrained`` follow the tensors of the model: a part may be quantized alone, a config be shared."""
+
+    @wraps(original)
+    def save_pretrained(model: Any, *args: Any, **kwargs: Any) -> Any:
+        if any(isinstance(tensor, Weight) for tensor in named_tensors(model).values()):
+            attach(model)
+        config, found = model.config, getattr(model.config, "quantization_config", None)
+        if not isinstance(found, TetherConfig) or getattr(model, "hf_quantizer", None) is not None:
+            return original(model, *args, **kwargs)
+        del config.quantization_config
+        try:
+            return original(model, *args, **kwargs)
+        finally:
+            config.quantization_config = found
+
+    return save_pretrained
+
+
 if not hasattr(PreTrainedModel._get_resized_lm_head, "__wrapped__"):
     PreTrainedModel._get_resized_lm_head = _keep_kind(PreTrainedModel._get_resized_lm_head)  # type: ignore[method-assign]
+    PreTrainedModel.save_pretrained = _as_held(PreTrainedModel.save_pretrained)  # type: ignore[method-assign]
