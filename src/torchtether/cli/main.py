@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import io
 import json
+import os
 import shutil
 import sys
 from collections.abc import Callable, Sequence
@@ -37,6 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     A command line that argparse does not accept exits with 2.
     """
+    _open_streams()
     parser = _parser()
     parsed = parser.parse_args(arguments)
     verb: Verb = parsed.verb
@@ -62,6 +65,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("torchtether: interrupted", file=sys.stderr)
         return 130
     return 0
+
+
+def _open_streams() -> None:
+    """Open a standard stream that is closed on the null device, and have stdout escape what its encoding lacks.
+
+    The next file would get the number of the closed stream otherwise, and messages of libraries would be written to it.
+    """
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def _parser() -> argparse.ArgumentParser:

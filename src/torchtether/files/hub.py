@@ -47,7 +47,7 @@ def local_path(path: Path | str, revision: str | None = None, *, is_whole: bool 
         what = "there is no such file or folder, and huggingface_hub, which could fetch it, is not installed"
         fix = "Correct the path, or run pip install huggingface_hub."
         raise CheckpointError(what, name=str(path), fix=fix) from None
-    options: dict[str, Any] = {} if sys.stderr.isatty() else {"tqdm_class": _silent_bar()}
+    options: dict[str, Any] = {} if sys.stderr and sys.stderr.isatty() else {"tqdm_class": _silent_bar()}
 
     def fetch(revision: str | None, patterns: Sequence[str], ignored: str | None = None) -> Path:
         try:
