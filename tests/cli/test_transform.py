@@ -132,7 +132,6 @@ def test_include_and_exclude_speak_for_tied_groups(source, tmp_path):
         (["--exclude", "no.such"], "no.such: this glob matches no tensor"),
         (["--include", "steps"], "steps: it is int64, which cannot be quantized"),
         (["--exclude", "*"], "no tensor is selected"),
-        (["--max-shard-size", "five"], "'five' is not a size"),
     ],
 )
 def test_what_cannot_be_is_one_line_and_leaves_nothing(source, tmp_path, capsys, options, words):

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from .._checks import as_size
 from .._dtypes import dtype_from_name, dtype_name
 from ..checkpoint.reader import Checkpoint, open_checkpoint
 from ..errors import CheckpointError, TetherError
@@ -115,6 +116,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     quantize.add_argument(
         "--target-size",
+        type=_size,
         metavar="SIZE",
         help="instead of --scheme: choose one for each tensor, with the least error in SIZE (such as 4GB) altogether",
     )
@@ -148,7 +150,9 @@ def _parser() -> argparse.ArgumentParser:
             default="native",
             help=f"the format of quantized weights: {', '.join(f.name for f in WRITABLE)}",
         )
-        verb.add_argument("--max-shard-size", metavar="SIZE", help="the largest size of a shard, such as 5GB")
+        verb.add_argument(
+            "--max-shard-size", type=_size, metavar="SIZE", help="the largest size of a shard, such as 5GB"
+        )
     add("demo", _demo, "load, train, convert and save a small tied model, and compare with stock torch")
     return parser
 
@@ -174,6 +178,13 @@ _SCHEMES = _described_schemes()
 def _scheme(text: str) -> Scheme:
     try:
         return scheme_from_text(text)
+    except TetherError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _size(text: str) -> int:
+    try:
+        return as_size(text, "")
     except TetherError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 
