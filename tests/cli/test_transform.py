@@ -389,6 +389,21 @@ def test_a_target_that_is_taken_is_left_alone(source, tmp_path, capsys):
     assert "a single file has no shards" in capsys.readouterr().err
 
 
+def test_an_empty_target_is_refused(source, tmp_path, monkeypatch, capsys):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    assert main(["convert", str(source), ""]) == 1
+    assert capsys.readouterr().err == "torchtether: path: is empty. Give '.' for the current folder.\n"
+    assert list((tmp_path / "here").iterdir()) == []
+
+
+def test_a_name_that_only_a_pickle_can_hold_is_named(tmp_path, capsys):
+    torch.save({"a\ud800": torch.ones(2)}, tmp_path / "x.pt")
+    assert main(["convert", str(tmp_path / "x.pt"), str(tmp_path / "y")]) == 1
+    assert capsys.readouterr().err.startswith(r"torchtether: a\ud800: the name is not Unicode text")
+    assert not (tmp_path / "y").exists()
+
+
 def test_an_empty_folder_is_filled_and_parents_are_made(source, tmp_path):
     (tmp_path / "empty").mkdir()
     for target in (tmp_path / "empty", tmp_path / "new" / "folder"):

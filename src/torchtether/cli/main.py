@@ -90,7 +90,7 @@ def _parser() -> argparse.ArgumentParser:
         made = verbs.add_parser(name, help=help, description=help, epilog=_CODES)
         made.set_defaults(verb=verb)
         for path in paths:
-            made.add_argument(path, type=Path if path == "target" else str, help=_PATHS[path])
+            made.add_argument(path, help=_PATHS[path])
         return made
 
     inspect = add("inspect", _inspect, "list the tensors of a checkpoint, without reading their values", "path")

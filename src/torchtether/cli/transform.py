@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from .._checks import check_path
 from .._dtypes import dtype_name
 from ..checkpoint.aliases import view_of
 from ..checkpoint.reader import Checkpoint
@@ -209,6 +210,7 @@ def _transform(
     progress: Progress,
     verb: str,
 ) -> TransformReport:
+    check_path(target)
     target = Path(target)
     check_target(target, format, max_shard_size=max_shard_size)
     is_file = target.suffix == SUFFIX or isinstance(format, Contained)

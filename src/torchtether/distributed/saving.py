@@ -12,6 +12,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from .._checks import check_path
 from ..checkpoint.saver import Aliases, HeldGroup, check_values, plan_groups
 from ..checkpoint.writer import FilePlan, ShardGroup, check_keys, check_target, plan_files, write_shard
 from ..errors import CheckpointError
@@ -64,6 +65,7 @@ def save(
     ...     print(list(tt.open(folder)))
     ['bias', 'weight']
     """
+    check_path(path)
     ranks, model, path = Ranks(process_group), uncompiled(model), Path(path)
     if format == "dcp":
         with ranks.all_or_none(CheckpointError):
