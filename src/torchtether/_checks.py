@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from os import PathLike
@@ -10,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from .errors import ArgumentError
+from .errors import ArgumentError, CheckpointError
 from .torch_private.modules import uncompiled
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -48,10 +49,26 @@ def as_module(model: Model) -> Model:
 
 
 def check_path(path: object) -> None:
-    """Raise ArgumentError unless ``path`` is text or a path object."""
+    """Raise ArgumentError unless ``path`` is text or a path object, CheckpointError if no file can have that path."""
     text = path.__fspath__() if isinstance(path, PathLike) and not isinstance(path, type) else path
     if not isinstance(text, str):
         raise ArgumentError(f"is {describe(path)}, not a path", name="path", fix="Give text, or a pathlib.Path.")
+    if not text:
+        raise CheckpointError("is empty", name="path", fix="Give '.' for the current folder.")
+    try:
+        is_path = b"\0" not in os.fsencode(text)
+    except UnicodeEncodeError:
+        is_path = False
+    if not is_path:
+        raise CheckpointError("has a character that no path can have", name=repr(text), fix="Give another path.")
+
+
+def check_unicode(name: str) -> None:
+    """Raise CheckpointError for a name of a tensor with a lone surrogate, which no file can hold."""
+    try:
+        name.encode()
+    except UnicodeEncodeError as error:
+        raise CheckpointError(f"the name is not Unicode text: {error.reason}", name=name, fix="Rename it.") from None
 
 
 def check_tensor(tensor: object, name: str) -> None:

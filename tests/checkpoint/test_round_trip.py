@@ -13,6 +13,7 @@ from torch._subclasses import FakeTensorMode
 from torch.testing._internal.two_tensor import TwoTensor
 
 import torchtether as tt
+import torchtether.distributed
 from tests.loading.models import MODELS, Fused, Odd, Slices, Storage, Tied, Turned, build
 from tests.testing.classes import Sixteenths
 from torchtether.files import DTYPES, KEY, TensorFile
@@ -289,6 +290,7 @@ def test_arguments_that_mean_nothing_are_refused(tmp_path, change, what):
     [
         ({"a": 5}, "a: a int is not a tensor"),
         ({"": torch.ones(1)}, "must be text, and not empty"),
+        ({"a\ud800": torch.ones(1)}, r"a\\ud800: the name is not Unicode text: surrogates not allowed"),
         ({"a": torch.ones(1, device="meta")}, "a: it is on meta"),
         ({"torchtether.storage.a": torch.ones(1)}, "names that begin with"),
         ({"a": torch.ones(1, dtype=torch.complex128)}, "a: safetensors has no dtype"),
@@ -298,6 +300,21 @@ def test_arguments_that_mean_nothing_are_refused(tmp_path, change, what):
 def test_what_cannot_be_saved_is_named(tmp_path, named, what):
     with pytest.raises(tt.CheckpointError, match=what):
         tt.save(named, tmp_path / "x.safetensors")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "what"),
+    [("", "path: is empty"), ("x\0", "'x.x00': has a character"), ("x\ud800", "'x.ud800': has a char")],
+)
+@pytest.mark.parametrize(
+    "call", [tt.save, tt.load, tt.open, tt.plan_load, tt.refit, tt.distributed.save, tt.distributed.load]
+)
+def test_a_path_that_cannot_be_is_one_error(tmp_path, monkeypatch, path, what, call):
+    """The empty path would be the current folder, which nobody has named."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(tt.CheckpointError, match=what):
+        call(*([] if call is tt.open else [nn.Linear(2, 2)]), path)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -1,5 +1,6 @@
 """The command line as a user calls it: results on stdout, errors of one line on stderr, exit codes."""
 
+import io
 import json
 import re
 import signal
@@ -294,6 +295,43 @@ def test_the_module_can_be_run(tmp_path):
         check=True,
     )
     assert "1 tensors, 8 B in 1 file" in done.stdout
+
+
+def _printed(monkeypatch, encoding, *command):
+    """Run ``command``; return what it prints to a stream of ``encoding``."""
+    with monkeypatch.context() as patch:
+        stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+        patch.setattr(sys, "stdout", stream)
+        assert main([*map(str, command)]) == 0
+        stream.flush()
+    return stream.buffer.getvalue().decode(encoding)
+
+
+def test_names_are_escaped_where_the_output_cannot_spell_them(tmp_path, monkeypatch):
+    one, path = torch.ones(64, 64), tmp_path / "x.safetensors"
+    tt.save({"na\u00efve.weight": one, "\u20ac.weight": one}, path)
+    for command in ("ties", "map", "inspect"):
+        text = _printed(monkeypatch, "latin1", command, path)
+        assert "na\u00efve.weight" in text
+        assert "\\u20ac.weight" in text
+    assert "y\\udcff: 2 tensors" in _printed(monkeypatch, "utf-8", "convert", path, tmp_path / "y\udcff")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="closes a stream by its number")
+@pytest.mark.parametrize("closed", ["1", "2", "1,2"])
+def test_a_closed_stream_does_no_harm(tmp_path, closed):
+    tt.save({"a.weight": torch.ones(64, 64)}, tmp_path / "x.safetensors")
+    close = "import os, sys; [os.close(int(n)) for n in sys.argv[1].split(',')]; os.execv(sys.executable, sys.argv[2:])"
+    for command in (
+        ["quantize", tmp_path / "x.safetensors", tmp_path / "y", "--scheme", "int8"],
+        ["verify", tmp_path / "y"],
+    ):
+        words = [sys.executable, "-m", "torchtether_cli", *map(str, command)]
+        done = subprocess.run(
+            [sys.executable, "-c", close, closed, *words], capture_output=True, text=True, check=False
+        )
+        assert (done.returncode, done.stderr) == (0, "")
+    assert ("1" not in closed) == ("1 tensors, 4.35 kB: nothing wrong" in done.stdout)
 
 
 def test_the_demo_shows_what_differs(tmp_path, monkeypatch):

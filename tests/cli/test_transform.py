@@ -132,7 +132,6 @@ def test_include_and_exclude_speak_for_tied_groups(source, tmp_path):
         (["--exclude", "no.such"], "no.such: this glob matches no tensor"),
         (["--include", "steps"], "steps: it is int64, which cannot be quantized"),
         (["--exclude", "*"], "no tensor is selected"),
-        (["--max-shard-size", "five"], "'five' is not a size"),
     ],
 )
 def test_what_cannot_be_is_one_line_and_leaves_nothing(source, tmp_path, capsys, options, words):
@@ -388,6 +387,21 @@ def test_a_target_that_is_taken_is_left_alone(source, tmp_path, capsys):
     assert (tmp_path / "x.safetensors").read_text() == "mine"
     assert main(["convert", str(source), str(tmp_path / "y.safetensors"), "--max-shard-size", "1MB"]) == 1
     assert "a single file has no shards" in capsys.readouterr().err
+
+
+def test_an_empty_target_is_refused(source, tmp_path, monkeypatch, capsys):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    assert main(["convert", str(source), ""]) == 1
+    assert capsys.readouterr().err == "torchtether: path: is empty. Give '.' for the current folder.\n"
+    assert list((tmp_path / "here").iterdir()) == []
+
+
+def test_a_name_that_only_a_pickle_can_hold_is_named(tmp_path, capsys):
+    torch.save({"a\ud800": torch.ones(2)}, tmp_path / "x.pt")
+    assert main(["convert", str(tmp_path / "x.pt"), str(tmp_path / "y")]) == 1
+    assert capsys.readouterr().err.startswith(r"torchtether: a\ud800: the name is not Unicode text")
+    assert not (tmp_path / "y").exists()
 
 
 def test_an_empty_folder_is_filled_and_parents_are_made(source, tmp_path):

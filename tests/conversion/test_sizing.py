@@ -1,6 +1,8 @@
 """Plans of schemes for a size: they fit it, have about the least error, and predict the real sizes and errors."""
 
 import itertools
+import re
+import shutil
 
 import pytest
 import torch
@@ -190,8 +192,42 @@ def test_the_command_line_meets_a_size(tmp_path, capsys):
         assert made.spec("up.weight").scheme == plan.choices["up.weight"].scheme
         assert made.ties[0].names == ("emb.weight", "head.weight")
     assert "bits a weight, summed error" in shown
-    for size in ("1kB", "many"):
-        assert main([*arguments[:2], str(tmp_path / "other"), "--target-size", size]) == 1
-        assert not (tmp_path / "other").exists()
-    with pytest.raises(SystemExit):
-        main([*arguments[:2], str(tmp_path / "other"), "--target-size", "24kB", "--scheme", "int8"])
+    assert main([*arguments[:2], str(tmp_path / "other"), "--target-size", "1kB"]) == 1
+    for wrong in (["24kB", "--scheme", "int8"], ["many"], ["24kB", "--max-shard-size", "many"]):
+        with pytest.raises(SystemExit) as caught:
+            main([*arguments[:2], str(tmp_path / "other"), "--target-size", *wrong])
+        assert caught.value.code == 2
+    assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.parametrize(
+    ("format", "size", "schemes"),
+    [
+        ("bitsandbytes", 150_000, 1),  # its config describes 4 bits or 8, not both
+        ("bitsandbytes", 250_000, 1),
+        ("compressed-tensors", 200_000, 1),  # transformers reads an embedding only if all weights have one scheme
+        ("sinq", 150_000, 2),
+        ("comfy", 150_000, 2),
+        ("gguf", 150_000, 2),
+    ],
+)
+def test_a_plan_is_one_that_the_format_can_store(tmp_path, capsys, format, size, schemes):
+    from torchtether.cli.main import main
+
+    torch.manual_seed(0)
+    tensors = {f"l{i}.weight": torch.randn(256, 256) for i in range(3)}
+    if format == "compressed-tensors":
+        tensors["emb.weight"] = tensors["head.weight"] = torch.randn(256, 256)
+    tt.save(tensors, tmp_path / "source")
+    target = tmp_path / ("made.gguf" if format == "gguf" else "made")
+    command = ["quantize", str(tmp_path / "source"), str(target), "--format", format, "--target-size"]
+    assert main([*command, "30kB"]) == 1
+    least = int(re.search(r"takes ([\d,]+) bytes", capsys.readouterr().err)[1].replace(",", ""))
+    assert main([*command, str(least - 1)]) == 1
+    assert not target.exists()
+    assert main([*command, str(size)]) == 0
+    with tt.open(target) as made:
+        assert least <= sum(stored.nbytes for stored in made.store.header.tensors.values()) <= size
+        assert len({made.spec(name).scheme for name in made.entries} - {tt.Plain()}) == schemes
+    target.unlink() if target.is_file() else shutil.rmtree(target)
+    assert main([*command, str(least)]) == 0  # the smallest size is not too small

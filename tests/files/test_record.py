@@ -9,6 +9,7 @@ import torch
 import torchtether as tt
 from tests.written import write_tensors
 from torchtether.files import KEY, Record, replacing
+from torchtether.files.hub import wanted_weights
 from torchtether.geometry.views import View
 from torchtether.weights.spec import Tie
 
@@ -255,6 +256,27 @@ def test_a_folder_that_holds_two_checkpoints_is_not_guessed_at(tmp_path):
     tt.save({"v": torch.ones(2)}, tmp_path / "model.safetensors")
     with pytest.raises(tt.CheckpointError, match="several checkpoints"):
         tt.open(tmp_path)
+    with pytest.raises(
+        tt.CheckpointError, match="name: the repository holds several checkpoints: model.safetensors.in"
+    ):
+        wanted_weights("org/name", tmp_path, [file.name for file in tmp_path.iterdir()])
+
+
+@pytest.mark.parametrize(
+    "others", [["model.safetensors"], ["a-00001-of-00001.safetensors", "a.safetensors.index.json"]]
+)
+def test_an_index_whose_shards_are_gone_does_not_count(tmp_path, others):
+    """transformers' ``save_pretrained`` deletes the shards of an earlier save, and leaves their index."""
+    sharded(tmp_path)
+    for shard in tmp_path.glob("model-*.safetensors"):
+        shard.unlink()
+    tt.save({"v": torch.arange(2.0)}, tmp_path / others[0])
+    for index in others[1:]:
+        (tmp_path / index).write_text(json.dumps({"weight_map": {"v": others[0]}}))
+    with tt.open(tmp_path) as checkpoint:
+        assert list(checkpoint) == ["v"]
+        assert checkpoint["v"].tolist() == [0, 1]
+    assert wanted_weights("org/name", tmp_path, [file.name for file in tmp_path.iterdir()]) == [*reversed(others)]
 
 
 @pytest.mark.parametrize("what", ["absent", "empty_folder"])

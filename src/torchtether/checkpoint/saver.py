@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from .._checks import check_callable, check_path, describe
+from .._checks import check_callable, check_path, check_unicode, describe
 from ..errors import ArgumentError, CheckpointError, TieError
 from ..files import CODES, HIDDEN, Pairs, check_writable
 from ..formats import Contained, Writable, writable
@@ -158,6 +158,7 @@ def _named(model: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
     for name, tensor in found.items():
         if not isinstance(name, str) or not name:
             raise CheckpointError("the name of a tensor must be text, and not empty", name=repr(name))
+        check_unicode(name)
         if isinstance(tensor, Tensor) and is_lazy(tensor):
             raise CheckpointError("it is lazy and has no values yet", name=name, fix="Run the model once, then save.")
         check_values(name, tensor)

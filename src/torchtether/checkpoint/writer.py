@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._checks import as_size
+from .._checks import as_size, check_unicode
 from ..errors import ArgumentError, CheckpointError, SchemeError, TieError
 from ..files import (
     GGUF_SUFFIX,
@@ -253,7 +253,7 @@ def _json(value: Mapping[str, Any]) -> bytes:
 
 
 def check_keys(groups: Sequence[ShardGroup]) -> None:
-    """Raise CheckpointError if a key is stored twice, or is also the name of a Weight or an alias."""
+    """Raise CheckpointError if a key is stored twice, is also the name of a Weight or an alias, or is not Unicode."""
     names = {name for group in groups for name in group.weights if name not in group.layout}
     names |= {alias for group in groups for tie in group.ties for alias in tie.aliases if alias not in group.copies}
     keys: set[str] = set()
@@ -264,6 +264,8 @@ def check_keys(groups: Sequence[ShardGroup]) -> None:
                     "two tensors would be stored under this name", name=key, fix="Rename one of them."
                 )
             keys.add(key)
+    for name in names | keys:
+        check_unicode(name)
 
 
 def _limit(size: int | str | None) -> int | None:

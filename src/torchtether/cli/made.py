@@ -14,7 +14,7 @@ _SHOWN = 8
 """The largest number of files of one kind that are named."""
 
 
-def print_made(target: Path, report: TransformReport, *, is_quantized: bool = False) -> None:
+def print_made(target: Path | str, report: TransformReport, *, is_quantized: bool = False) -> None:
     """Print the checkpoint written at ``target``: a line of totals, then one for each kind of tensors and files."""
     before, after = describe_bytes(report.bytes_before), describe_bytes(report.bytes_after)
     count = (

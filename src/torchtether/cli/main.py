@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import io
 import json
+import os
 import shutil
 import sys
 from collections.abc import Callable, Sequence
@@ -13,6 +15,7 @@ from typing import Any
 
 import torch
 
+from .._checks import as_size
 from .._dtypes import dtype_from_name, dtype_name
 from ..checkpoint.reader import Checkpoint, open_checkpoint
 from ..errors import CheckpointError, TetherError
@@ -37,6 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     A command line that argparse does not accept exits with 2.
     """
+    _open_streams()
     parser = _parser()
     parsed = parser.parse_args(arguments)
     verb: Verb = parsed.verb
@@ -64,6 +68,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _open_streams() -> None:
+    """Open a standard stream that is closed on the null device, and have stdout escape what its encoding lacks.
+
+    The next file would get the number of the closed stream otherwise, and messages of libraries would be written to it.
+    """
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="torchtether", description="Checkpoints that remember ties and quantization.", epilog=_CODES
@@ -74,7 +90,7 @@ def _parser() -> argparse.ArgumentParser:
         made = verbs.add_parser(name, help=help, description=help, epilog=_CODES)
         made.set_defaults(verb=verb)
         for path in paths:
-            made.add_argument(path, type=Path if path == "target" else str, help=_PATHS[path])
+            made.add_argument(path, help=_PATHS[path])
         return made
 
     inspect = add("inspect", _inspect, "list the tensors of a checkpoint, without reading their values", "path")
@@ -100,6 +116,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     quantize.add_argument(
         "--target-size",
+        type=_size,
         metavar="SIZE",
         help="instead of --scheme: choose one for each tensor, with the least error in SIZE (such as 4GB) altogether",
     )
@@ -133,7 +150,9 @@ def _parser() -> argparse.ArgumentParser:
             default="native",
             help=f"the format of quantized weights: {', '.join(f.name for f in WRITABLE)}",
         )
-        verb.add_argument("--max-shard-size", metavar="SIZE", help="the largest size of a shard, such as 5GB")
+        verb.add_argument(
+            "--max-shard-size", type=_size, metavar="SIZE", help="the largest size of a shard, such as 5GB"
+        )
     add("demo", _demo, "load, train, convert and save a small tied model, and compare with stock torch")
     return parser
 
@@ -159,6 +178,13 @@ _SCHEMES = _described_schemes()
 def _scheme(text: str) -> Scheme:
     try:
         return scheme_from_text(text)
+    except TetherError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _size(text: str) -> int:
+    try:
+        return as_size(text, "")
     except TetherError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 

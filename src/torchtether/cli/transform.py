@@ -14,11 +14,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from .._checks import check_path
 from .._dtypes import dtype_name
 from ..checkpoint.aliases import view_of
 from ..checkpoint.reader import Checkpoint
 from ..checkpoint.saver import Aliases
-from ..checkpoint.writer import ShardGroup, check_target, write_groups
+from ..checkpoint.writer import ShardGroup, check_target, plan_files, write_groups
 from ..conversion.sizing import QuantizePlan
 from ..errors import CheckpointError, SchemeError
 from ..files import HIDDEN, PAIRS, SUFFIX, CarriedOver, Pairs, carry_over, is_folder, local_path, new_folder
@@ -99,16 +100,26 @@ def quantize_checkpoint(
         ties = ties_of(checkpoint)
         wanted = default if target_size is None else TO_PLAN
         chosen = choose(checkpoint, ties, wanted, asked, include, exclude, holds_embeddings=holds_embeddings)
-        if target_size is not None:
-            plan = plan_for(checkpoint, chosen, written, target_size, progress)
-            if show is not None:
-                show(plan)
-            planned = {name: option.scheme for name, option in plan.choices.items()}
-            chosen = {name: made for name, one in chosen.items() if (made := planned.get(name, one)) is not None}
-        return [
-            _Streamed.of(checkpoint, name, ties.get(name), written, scheme=chosen.get(name))
-            for name in checkpoint.entries
-        ]
+
+        def groups_in(schemes: Mapping[str, Scheme | None]) -> list[_Streamed]:
+            return [
+                _Streamed.of(checkpoint, name, ties.get(name), written, scheme=schemes.get(name))
+                for name in checkpoint.entries
+            ]
+
+        if target_size is None:
+            return groups_in(chosen)
+
+        def planned(plan: QuantizePlan) -> list[_Streamed]:
+            return groups_in({**chosen, **{name: option.scheme for name, option in plan.choices.items()}})
+
+        def check(plan: QuantizePlan) -> None:
+            plan_files(planned(plan), Path(target), written)
+
+        plan = plan_for(checkpoint, chosen, written, target_size, progress, check)
+        if show is not None:
+            show(plan)
+        return planned(plan)
 
     return _transform(source, target, written, groups_of, max_shard_size, progress, "quantize")
 
@@ -199,6 +210,7 @@ def _transform(
     progress: Progress,
     verb: str,
 ) -> TransformReport:
+    check_path(target)
     target = Path(target)
     check_target(target, format, max_shard_size=max_shard_size)
     is_file = target.suffix == SUFFIX or isinstance(format, Contained)

@@ -16,11 +16,12 @@ from typing import Any
 
 from ..errors import CheckpointError
 from .companions import why_left_out
-from .index import GGUF_SUFFIX, PICKLED, parse_index
+from .index import GGUF_SUFFIX, PICKLED, parse_index, with_shards
 from .names import INDEX_SUFFIX, SUFFIX
 from .opening import BESIDE
 
 _NAME = re.compile(r"(?P<name>[A-Za-z0-9][\w.-]{0,95}/[\w.-]{1,96})(@(?P<revision>[^@\s]{1,200}))?", re.ASCII)
+_FETCH_ONE = "Fetch one with huggingface_hub.hf_hub_download, and give its path."
 _FILES = (SUFFIX, GGUF_SUFFIX, ".json", *PICKLED)
 
 
@@ -47,7 +48,7 @@ def local_path(path: Path | str, revision: str | None = None, *, is_whole: bool 
         what = "there is no such file or folder, and huggingface_hub, which could fetch it, is not installed"
         fix = "Correct the path, or run pip install huggingface_hub."
         raise CheckpointError(what, name=str(path), fix=fix) from None
-    options: dict[str, Any] = {} if sys.stderr.isatty() else {"tqdm_class": _silent_bar()}
+    options: dict[str, Any] = {} if sys.stderr and sys.stderr.isatty() else {"tqdm_class": _silent_bar()}
 
     def fetch(revision: str | None, patterns: Sequence[str], ignored: str | None = None) -> Path:
         try:
@@ -95,14 +96,20 @@ def wanted_weights(name: str, folder: Path, names: Iterable[str]) -> list[str]:
     files = sorted(one for one in names if one.endswith((SUFFIX, GGUF_SUFFIX, INDEX_SUFFIX)))
     indexes = [one for one in files if one.endswith(INDEX_SUFFIX)]
     tensors = [one for one in files if one.endswith(SUFFIX)]
-    if len(indexes) == 1 and f"model{SUFFIX}" not in tensors:
+    is_single = f"model{SUFFIX}" in tensors
+    if len(indexes) > 1 or (indexes and is_single):
+        indexes = [path.name for path in with_shards(map(folder.joinpath, indexes), lambda file: file.name in tensors)]
+    if len(indexes) > 1 or (indexes and is_single):
+        copies = ", ".join([*indexes, *([f"model{SUFFIX}"] if is_single else [])])
+        raise CheckpointError(f"the repository holds several checkpoints: {copies}", name=name, fix=_FETCH_ONE)
+    if indexes:
         return [*indexes, *(file.name for file in parse_index(folder / indexes[0]).files)]
-    if indexes or f"model{SUFFIX}" in tensors:
-        return [*indexes, *(one for one in tensors if one == f"model{SUFFIX}")]
+    if is_single:
+        return [f"model{SUFFIX}"]
     files = tensors or files
     if len(files) > 1 and not tensors:
-        fix = "Fetch one with huggingface_hub.hf_hub_download, and give its path."
-        raise CheckpointError(f"the repository holds several GGUF files: {', '.join(files)}", name=name, fix=fix)
+        what = f"the repository holds several GGUF files: {', '.join(files)}"
+        raise CheckpointError(what, name=name, fix=_FETCH_ONE)
     if not files:
         fix = "Other files may hold code, and are not fetched. Download them, and give their path."
         raise CheckpointError("the repository has no safetensors or GGUF file at its top level", name=name, fix=fix)

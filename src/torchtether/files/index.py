@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,6 +64,11 @@ def read_index(path: Path) -> Index:
                 f"the index lists the file {file.name}, which does not exist", name=str(path), fix="Fetch every shard."
             )
     return index
+
+
+def with_shards(indexes: Iterable[Path], exists: Callable[[Path], bool]) -> list[Path]:
+    """Return those of ``indexes`` that have a shard: ``save_pretrained`` deletes old shards, and not their index."""
+    return [path for path in indexes if any(map(exists, parse_index(path).files))]
 
 
 def parse_index(path: Path) -> Index:

@@ -18,7 +18,7 @@ from .dcp import DcpFile, is_dcp
 from .gguf import MAGIC, GgufFile
 from .header import Header, Stored
 from .hub import local_path
-from .index import GGUF_SUFFIX, PICKLED, Index, read_index
+from .index import GGUF_SUFFIX, PICKLED, Index, read_index, with_shards
 from .memory import allocate_each
 from .names import INDEX_SUFFIX, SUFFIX, check_whole, stem_of
 from .opening import Closing, read_beside
@@ -284,6 +284,8 @@ def _find_in_folder(folder: Path) -> tuple[tuple[Path, ...], Index | None]:
     if not indexes and not files:
         single, index_of_pickled = pickled, folder / f"{pickled.name}.index.json"
         files, indexes = ([path] if path.is_file() else [] for path in (pickled, index_of_pickled))
+    if indexes and (len(indexes) > 1 or single in files):
+        indexes = with_shards(indexes, Path.is_file)
     if indexes and (len(indexes) > 1 or single in files):
         names = ", ".join(file.name for file in sorted([*indexes, *([single] if single in files else [])]))
         raise CheckpointError(
