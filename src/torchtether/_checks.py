@@ -47,11 +47,17 @@ def as_module(model: Model) -> Model:
     return uncompiled(model)
 
 
-def check_path(path: object) -> None:
+def check_path(path: object, name: str = "path") -> None:
     """Raise ArgumentError unless ``path`` is text or a path object."""
     text = path.__fspath__() if isinstance(path, PathLike) and not isinstance(path, type) else path
     if not isinstance(text, str):
-        raise ArgumentError(f"is {describe(path)}, not a path", name="path", fix="Give text, or a pathlib.Path.")
+        raise ArgumentError(f"is {describe(path)}, not a path", name=name, fix="Give text, or a pathlib.Path.")
+
+
+def check_int(value: object, name: str) -> None:
+    """Raise ArgumentError unless ``value`` is an int."""
+    if not isinstance(value, int):
+        raise ArgumentError(f"is {describe(value)}, not an int", name=name, fix="Give a number.")
 
 
 def check_tensor(tensor: object, name: str) -> None:
