@@ -113,13 +113,32 @@ CALLS = {
     "Concat(sources)": lambda v, s, t: tt.Concat(v, "c"),
     "Concat(target)": lambda v, s, t: tt.Concat(["a", "b"], v),
     "Concat(sizes=)": lambda v, s, t: tt.Concat(["a", "b"], "c", sizes=v),
+    "Concat(dim=)": lambda v, s, t: tt.Concat(["a", "b"], "c", dim=v),
     "Split(source)": lambda v, s, t: tt.Split(v, ["a", "b"]),
     "Split(targets)": lambda v, s, t: tt.Split("c", v),
+    "Split(dim=)": lambda v, s, t: tt.Split("c", "a{}", dim=v),
     "Stack(source)": lambda v, s, t: tt.Stack(v, "c"),
     "Stack(target)": lambda v, s, t: tt.Stack(r"a\.(\d+)", v),
+    "Stack(dim=)": lambda v, s, t: tt.Stack(r"a\.(\d+)", "c", dim=v),
+    "Transpose(dims=)": lambda v, s, t: tt.Transpose("a", dims=v),
     "Transpose(source)": lambda v, s, t: tt.Transpose(v),
     "Rotary(source)": lambda v, s, t: tt.Rotary(v, heads=2),
     "Rotary(heads=)": lambda v, s, t: tt.Rotary("a", heads=v),
+    "Rotary(to_pairs=)": lambda v, s, t: tt.Rotary("a", 2, to_pairs=v),
+    **{
+        f"plan_quantize({k}=)": lambda v, s, t, k=k: tt.plan_quantize(
+            pair(), **{"bits": 9, k: v, **({"bits": None} if k == "bytes" else {})}
+        )
+        for k in ("bytes", "bits", "schemes", "only", "progress")
+    },
+    "plan_quantize(model)": lambda v, s, t: tt.plan_quantize(v, bits=9),
+    "map.to_text(limit=)": lambda v, s, t: tt.storage_map(pair()).to_text(limit=v),
+    "map.to_text(width=)": lambda v, s, t: tt.storage_map(pair()).to_text(width=v),
+    "map.to_svg(path)": lambda v, s, t: tt.storage_map(pair()).to_svg(v),
+    "map.to_svg(limit=)": lambda v, s, t: tt.storage_map(pair()).to_svg(limit=v),
+    "map.to_html(path)": lambda v, s, t: tt.storage_map(pair()).to_html(v),
+    "diff.to_html(path)": lambda v, s, t: tt.storage_map(pair()).diff(tt.storage_map(pair())).to_html(v),
+    "report.to_svg(path)": lambda v, s, t: tt.LoadReport().to_svg(v),
     "Tie(names)": lambda v, s, t: tt.Tie(v),
     "distributed.plan_units(model)": lambda v, s, t: distributed.plan_units(v, nn.Linear),
     "distributed.plan_units(unit_types)": lambda v, s, t: distributed.plan_units(pair(), v),
@@ -190,7 +209,9 @@ TAKES = {"None", "a bool"}
      "distributed.load(process_group=)", "distributed.save(model)", "distributed.save(path)",
      "distributed.save(progress=)", "distributed.save(process_group=)", "distributed.state_dict(model)",
      "distributed.state_dict(optimizer)", "distributed.restore_ties(model)", "distributed.restore_ties(ties)",
-     "distributed.resync(model)"],
+     "distributed.resync(model)", "gguf_names(source)", "Rotary(to_pairs=)", "plan_quantize(model)",
+     "plan_quantize(progress=)", "plan_quantize(only=)", "map.to_text(limit=)", "map.to_text(width=)",
+     "map.to_svg(path)", "map.to_svg(limit=)", "map.to_html(path)", "diff.to_html(path)", "report.to_svg(path)"],
 )  # fmt: skip
 def test_a_wrong_argument_is_named(call, stored, tmp_path):
     """The error is also a TypeError, and begins with the name of the argument."""
@@ -248,6 +269,19 @@ def test_a_forward_that_cannot_be_called_leaves_no_hooks():
     plan = distributed.plan_units(model, "0", inputs={1: 2})
     assert len(plan.warnings) == 1
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_a_state_dict_is_no_optimizer():
+    state = torch.optim.SGD(pair().parameters()).state_dict()
+    with pytest.raises(tt.ArgumentError, match=r"^optimizer: is a dict, not an optimizer\. "):
+        tt.convert(pair(), dtype=torch.float64, optimizer=state)
+
+
+@pytest.mark.parametrize("wrong", [{"make": torch.zeros(2, 2)}, {"values": 5}, {"linear": "x"}])
+def test_laws_of_a_tensor_instead_of_a_function(wrong):
+    (name,) = wrong
+    with pytest.raises(tt.ArgumentError, match=rf"^{name}: is .*, not a function\. "):
+        tt.testing.check_tensor_subclass(**{"make": lambda: torch.zeros(2, 2), **wrong})
 
 
 def test_a_class_does_not_initialise():

@@ -11,6 +11,7 @@ import torch
 import torchtether as tt
 from tests.catalog import SCHEMES, slow_but
 from torchtether.schemes import same_bits
+from torchtether.weights.ops import inplace
 
 LEARNING = [
     row for row in SCHEMES[1:] if getattr(row.scheme, "bits", 8) != 1 and not isinstance(row.scheme, tt.Mastered)
@@ -188,6 +189,16 @@ def test_a_scheme_without_a_way_says_so_once():
         weight.add_(1e-3)
     assert len(told) == 1
     assert "\n" not in str(told[0].message)
+
+
+def test_the_warning_names_the_step(monkeypatch):
+    monkeypatch.setattr(inplace, "_warned", set())
+    weight = torch.nn.Parameter(_trained(Halves()).detach())
+    optimizer = torch.optim.SGD([weight], lr=1e-3)
+    weight.grad = torch.ones(weight.shape)
+    with pytest.warns(tt.TrainingWarning) as told:
+        optimizer.step()
+    assert [one.filename for one in told] == [__file__]
 
 
 @pytest.mark.parametrize(

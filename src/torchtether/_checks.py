@@ -48,13 +48,13 @@ def as_module(model: Model) -> Model:
     return uncompiled(model)
 
 
-def check_path(path: object) -> None:
+def check_path(path: object, name: str = "path") -> None:
     """Raise ArgumentError unless ``path`` is text or a path object, CheckpointError if no file can have that path."""
     text = path.__fspath__() if isinstance(path, PathLike) and not isinstance(path, type) else path
     if not isinstance(text, str):
-        raise ArgumentError(f"is {describe(path)}, not a path", name="path", fix="Give text, or a pathlib.Path.")
+        raise ArgumentError(f"is {describe(path)}, not a path", name=name, fix="Give text, or a pathlib.Path.")
     if not text:
-        raise CheckpointError("is empty", name="path", fix="Give '.' for the current folder.")
+        raise CheckpointError("is empty", name=name, fix="Give '.' for the current folder.")
     try:
         is_path = b"\0" not in os.fsencode(text)
     except UnicodeEncodeError:
@@ -69,6 +69,12 @@ def check_unicode(name: str) -> None:
         name.encode()
     except UnicodeEncodeError as error:
         raise CheckpointError(f"the name is not Unicode text: {error.reason}", name=name, fix="Rename it.") from None
+
+
+def check_int(value: object, name: str) -> None:
+    """Raise ArgumentError unless ``value`` is an int."""
+    if not isinstance(value, int):
+        raise ArgumentError(f"is {describe(value)}, not an int", name=name, fix="Give a number.")
 
 
 def check_tensor(tensor: object, name: str) -> None:

@@ -139,15 +139,20 @@ def test_names_that_look_like_globs_are_names():
     [
         ({}, tt.ArgumentError, "exactly one of bytes= and bits= is needed"),
         ({"bits": 4, "bytes": 4}, tt.ArgumentError, "exactly one of bytes= and bits= is needed"),
-        ({"bits": 1}, tt.ArgumentError, "the smallest possible plan takes"),
-        ({"bytes": 5000}, tt.ArgumentError, "the smallest possible plan takes"),
+        ({"bits": 1}, tt.ArgumentError, "^bits: the smallest possible plan takes"),
+        ({"bytes": 5000}, tt.ArgumentError, "^bytes: the smallest possible plan takes"),
         ({"bits": -1}, tt.ArgumentError, "bits: -1 is not a positive number"),
         ({"bits": "four"}, tt.ArgumentError, "bits: 'four' is not a positive number"),
         ({"bytes": "4 parsecs"}, tt.ArgumentError, "bytes: '4 parsecs' is not a size"),
         ({"bits": 4, "only": "absent.*"}, tt.RuleError, "absent.*: this glob matches no parameter"),
         ({"bits": 4, "only": "norm.*"}, tt.RuleError, "no float weight of two or more dimensions"),
         ({"bits": 4, "schemes": []}, tt.ArgumentError, "the list of schemes is empty"),
-        ({"bits": 4, "schemes": ["int5"]}, tt.RuleError, "unknown scheme 'int5'"),
+        ({"bits": 4, "schemes": ["int5"]}, tt.RuleError, "^schemes: unknown scheme 'int5'"),
+        ({"bits": 4, "schemes": 5}, tt.RuleError, "^schemes: a scheme or its name is needed, got an int"),
+        ({"bits": 4, "inputs": 5}, tt.ArgumentError, "^inputs: is an int, not several batches"),
+        ({"bits": 4, "inputs": {"x": torch.ones(1)}}, tt.ArgumentError, "^inputs: is a dict, not several batches"),
+        ({"bits": 4, "inputs": []}, tt.ArgumentError, "^inputs: has no batches"),
+        ({"bits": 4, "inputs": iter(())}, tt.ArgumentError, "^inputs: has no batches"),
     ],
 )
 def test_what_cannot_be_planned_is_refused(changes, kind, what):

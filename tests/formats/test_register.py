@@ -128,13 +128,17 @@ def test_a_fault_of_it_is_one_of_the_plan(tmp_path):
             SimpleNamespace(name="mine", recognise=_recognise, unpack=_pack, pack=_pack),
             r"mine: the format has no layout\(\)",
         ),
+        (
+            type("Mine", (), {**vars(ACME), "name": "mine"}),
+            "^format: is the class Mine, not a format. Give an instance",
+        ),
         (SimpleNamespace(**{**vars(ACME), "name": "gptq"}), "gptq: a format of this name exists already"),
         (SimpleNamespace(**{**vars(ACME), "name": "safetensors"}), "safetensors: a format of this name exists"),
     ],
 )
 def test_what_is_no_format_is_refused(format, said):
     before = list(formats.FORMATS), list(formats.WRITABLE)
-    with pytest.raises(tt.CheckpointError, match=said):
+    with pytest.raises(tt.TetherError, match=said):
         formats.register(format)
     assert before[0] == formats.FORMATS
     assert before[1] == formats.WRITABLE

@@ -157,6 +157,15 @@ def test_a_large_read_warns_once_per_op(monkeypatch):
     torch.mm(rand(2, ROWS), weight)  # what a weight is for never warns
 
 
+@pytest.mark.parametrize("read", [lambda w: w.norm(), lambda w: torch.functional.norm(w, p=1), lambda w: w.std()])
+def test_a_warning_names_the_line_that_reads(monkeypatch, read):
+    monkeypatch.setattr(values_module, "LARGE", 16)
+    monkeypatch.setattr(values_module, "_warned", set())
+    with pytest.warns(UserWarning, match="decodes a Weight") as told:
+        read(_weight(tt.int8()))
+    assert {(one.filename, one.lineno) for one in told} == {(__file__, read.__code__.co_firstlineno)}
+
+
 VIEWS = {
     "t": lambda w: w.t(),
     "unsqueeze": lambda w: w.unsqueeze(0),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-import warnings
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -12,6 +11,7 @@ from types import ModuleType
 import torch
 
 from .._interruptions import renewed_after_fork
+from .._warnings import warn
 from ..torch_private.observers import WATCHED
 from ..torch_private.tensors import any_requires_grad, empty_on_cpu, impl_id
 from .digest import digest_of
@@ -65,7 +65,7 @@ def _find() -> None:
         module, outcome = None, str(error)
     if module is None:
         _state = f"the compiled module cannot be used: {outcome}"
-        warnings.warn(f"torchtether: {_state}. Torch ops compute instead", stacklevel=4)
+        warn(f"torchtether: {_state}. Torch ops compute instead")
     else:
         _module, _state, _level = module, f"compiled ({outcome})", outcome
 

@@ -13,14 +13,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .._checks import as_module, as_size, check_callable
+from .._checks import as_module, as_size, check_callable, describe
 from ..errors import ArgumentError, RuleError, SchemeError
 from ..progress import Progress, ticking
-from ..schemes import Affine, Scheme, SuperBlocks, int8, nf4, resolve, scheme_to_text
+from ..schemes import Affine, Scheme, SuperBlocks, int8, nf4, scheme_to_text
 from ..ties.components import find_components, tie_of
 from ..ties.names import named_tensors
 from ..weights.weight import Weight
-from .selection import matched_names, schemes_for
+from .selection import matched_names, resolved, schemes_for
 
 CANDIDATES: tuple[Scheme | None, ...] = (
     None,
@@ -33,7 +33,7 @@ CANDIDATES: tuple[Scheme | None, ...] = (
     SuperBlocks(3, 16, offset=4),
     SuperBlocks(2, 16, scale_bits=4, minimum=True),
 )
-"""The default candidates for a weight: 2.6 to 8 bits with all scales. ``None`` leaves it as it is."""
+"""The default candidates for a weight: codes of 2 to 8 bits. ``None`` leaves it as it is."""
 
 _CHUNK = 2**20
 """Elements decoded at once."""
@@ -104,7 +104,7 @@ def plan_quantize(
     *,
     bytes: int | str | None = None,
     bits: float | None = None,
-    schemes: Iterable[Scheme | str | None] = CANDIDATES,
+    schemes: Iterable[Scheme | str | None] | None = None,
     only: str | Iterable[str] | None = None,
     inputs: Iterable[Any] | None = None,
     progress: Progress = None,
@@ -114,7 +114,8 @@ def plan_quantize(
     Size: ``bytes`` of all parameters and buffers (a number, or ``"4GB"``), or ``bits`` per element of the planned
     weights, scales included. Planned are the weights that a bare scheme quantizes (see ``tt.quantize``), or those that
     the globs ``only`` match; a tied group is planned once, and a Weight stays as it is. ``schemes`` are the candidates
-    for each weight, ``None`` meaning as it is; a scheme that does not fit a shape is left out there.
+    for each weight, ``None`` among them meaning as it is; a scheme that does not fit a shape is left out there. By
+    default they are ``None``, ``tt.int8()``, and ten others with codes of 2 to 6 bits.
 
     The error of a scheme is the squared error of the decoded values as a fraction of the weight's squared norm. It is
     the relative squared error of outputs whose inputs are white noise. With ``inputs`` (batches: a mapping is passed to
@@ -139,11 +140,13 @@ def plan_quantize(
     """
     model = as_module(model)
     check_callable(progress, "progress", or_flag=True)
-    candidates = _resolved(schemes)
+    candidates = CANDIDATES if schemes is None else _candidates(schemes)
     if (bytes is None) == (bits is None):
         raise ArgumentError(
             "exactly one of bytes= and bits= is needed", name="plan_quantize", fix="Give one of the two."
         )
+    if inputs is not None and (isinstance(inputs, (str, Mapping)) or not isinstance(inputs, Iterable)):
+        raise ArgumentError(f"is {describe(inputs)}, not several batches", name="inputs", fix="Give a list of batches.")
     components = find_components(model)
     ties = [tie_of(component) for component in components]
     tensors = named_tensors(model)
@@ -185,13 +188,13 @@ def plan_quantize(
         if not isinstance(bits, (int, float)) or not 0 < bits < math.inf:
             raise ArgumentError(f"{bits!r:.40} is not a positive number", name="bits", fix="Give a number such as 4.5.")
         budget = int(bits * sum(elements.values()) / 8)
-    return QuantizePlan(allocate(options, budget, others), elements, others)
+    asked = "bits" if bytes is None else "bytes"
+    return QuantizePlan(allocate(options, budget, others, asked), elements, others)
 
 
-def _resolved(schemes: Iterable[Scheme | str | None]) -> list[Scheme | None]:
-    if isinstance(schemes, (str, Scheme)):
-        schemes = [schemes]
-    made = [None if scheme is None else resolve(scheme) for scheme in schemes]
+def _candidates(schemes: Iterable[Scheme | str | None]) -> list[Scheme | None]:
+    several: Iterable[Any] = schemes if isinstance(schemes, Iterable) and not isinstance(schemes, str) else [schemes]
+    made = [None if scheme is None else resolved("schemes", scheme) for scheme in several]
     if not made:
         raise ArgumentError("the list of schemes is empty", name="schemes", fix="Give some, such as ['int8', 'int4'].")
     return made
@@ -244,12 +247,14 @@ def _weighted(x: Tensor, moments: Tensor | None) -> float:
     return float((squares if moments is None else squares.mul_(moments)).sum())
 
 
-def allocate(options: Mapping[str, Sequence[Option]], budget: int, others: int = 0) -> dict[str, Option]:
+def allocate(
+    options: Mapping[str, Sequence[Option]], budget: int, others: int = 0, name: str = "size"
+) -> dict[str, Option]:
     """Return one option for each name, of at most ``budget`` bytes in sum, with about the least sum of errors.
 
     Only options on the lower convex hull of (bytes, error) are chosen. Steps along the hulls are taken in the order of
-    error saved per byte, which is optimal for the bytes that result. Raises ArgumentError if the smallest options
-    exceed the budget.
+    error saved per byte, which is optimal for the bytes that result. Raises ArgumentError about the argument ``name``
+    if the smallest options exceed the budget.
     """
     hulls = {name: _hull(some) for name, some in options.items()}
     at = dict.fromkeys(hulls, 0)
@@ -258,7 +263,7 @@ def allocate(options: Mapping[str, Sequence[Option]], budget: int, others: int =
         least, asked = others + budget - left, others + budget
         raise ArgumentError(
             f"the smallest possible plan takes {least:,} bytes, more than {asked:,}",
-            name="size",
+            name=name,
             fix="Give more, or a scheme of fewer bits.",
         )
     heap = [(_slope(hull[0], hull[1]), i, name) for i, (name, hull) in enumerate(hulls.items()) if len(hull) > 1]
@@ -311,11 +316,16 @@ def _mean_squares(model: nn.Module, planned: Mapping[str, Tensor], inputs: Itera
         for module in model.modules():
             if isinstance(module, nn.Linear) and id(module.weight) in owners:
                 stack.callback(module.register_forward_pre_hook(listen(owners[id(module.weight)])).remove)
+        is_empty = True
         for batch in inputs:
+            is_empty = False
             if isinstance(batch, Mapping):
                 model(**batch)
             elif isinstance(batch, (tuple, list)):
                 model(*batch)
             else:
                 model(batch)
+    if is_empty:
+        fix = "Give some; a generator can be used once only."
+        raise ArgumentError("has no batches", name="inputs", fix=fix)
     return {name: total / counts[name] for name, total in sums.items() if counts[name] and bool(total.isfinite().all())}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -28,10 +28,8 @@ def optimizers_of(optimizer: Optimizers) -> tuple[Optimizer, ...]:
         return ()
     if hasattr(optimizer, "param_groups") and not isinstance(optimizer, type):
         return (optimizer,)  # type: ignore[return-value]
-    try:
-        found = tuple(optimizer)  # type: ignore[arg-type]
-    except TypeError:
-        found = (optimizer,)  # type: ignore[assignment]
+    is_several = isinstance(optimizer, Iterable) and not isinstance(optimizer, (Mapping, str, type))
+    found: tuple[Any, ...] = tuple(optimizer) if is_several else (optimizer,)  # type: ignore[arg-type]
     for one in found:
         if not hasattr(one, "param_groups") or isinstance(one, type):
             raise ArgumentError(

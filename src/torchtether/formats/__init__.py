@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..errors import CheckpointError
+from .._checks import describe
+from ..errors import ArgumentError, CheckpointError
 from ..geometry.views import Shape, contiguous_stride
 from . import native
 from .entry import (
@@ -49,7 +50,8 @@ def register(format: Format) -> None:
     ``layout``, ``pack`` and ``announce``. It is tried right after our native format. ``tt.testing.check_format`` checks
     that it behaves as the other formats do.
 
-    Raises CheckpointError, with nothing changed, if one of these is absent or the name is taken.
+    Raises CheckpointError, with nothing changed, if one of these is absent or the name is taken, and ArgumentError for
+    a class.
 
     >>> from torchtether import formats
     >>> formats.register(formats.native)
@@ -58,6 +60,8 @@ def register(format: Format) -> None:
     """
     from .catalog import FORMATS, WRITABLE
 
+    if isinstance(format, type):
+        raise ArgumentError(f"is {describe(format)}, not a format", name="format", fix="Give an instance of it.")
     name = getattr(format, "name", None)
     if not isinstance(name, str) or not name:
         raise CheckpointError(f"the {type(format).__name__} has no name", name="format", fix="Set its attribute name.")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import warnings
 from contextlib import nullcontext
 from functools import cache
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._warnings import warn
 from ..torch_private.observers import is_direct
 
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -57,7 +57,7 @@ def runs_on(device: torch.device) -> bool:
     except Exception as error:  # the compiler, the linker and the driver raise many types
         reason = (str(error).strip() or repr(error)).splitlines()[0]
         fix = "Install a C compiler, or a driver that this Triton supports; torch ops are used instead."
-        warnings.warn(f"gpu: Triton cannot build kernels for {device}: {reason}. {fix}", stacklevel=2)
+        warn(f"gpu: Triton cannot build kernels for {device}: {reason}. {fix}")
         return False
     return True
 

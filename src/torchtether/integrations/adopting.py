@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from functools import partial
 from importlib import import_module
 from typing import Any, NamedTuple
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .._checks import Model, as_module, describe_some
+from .._warnings import warn
 from ..errors import ConversionError, RuleError, TetherError
 from ..exchange.exchange import Atomic, Exchange, tell_listeners
 from ..exchange.optimizer_state import Optimizers
@@ -85,10 +85,9 @@ def adopt(model: Model, *, optimizer: Optimizers = None, atomic: Atomic = "check
     tell_listeners(model, [name for found in tensors for name in found.component.names])
     if rounded:
         how = "; ".join(dict.fromkeys(rounded.values()))
-        warnings.warn(
+        warn(
             f"{describe_some(list(rounded), 3)}: the library rounded inputs ({how}), and a Weight does not. "
-            "To round them by row, call tt.quantize_activations(model).",
-            stacklevel=2,
+            "To round them by row, call tt.quantize_activations(model)."
         )
     return given
 

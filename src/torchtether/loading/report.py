@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
 
-from .._checks import describe_some
+from .._checks import check_path, describe_some
 from ..errors import LoadError
 from ..files.replacing import replacing
 from ..pictures.drawing import describe_bytes, draw_timeline
@@ -102,6 +102,7 @@ class LoadReport:
         title = f"{self.tensors} tensors, {describe_bytes(self.bytes)} in {self.seconds:.2f} s"
         text = draw_timeline([sample.seconds for sample in self.timeline], curves, title, describe_bytes)
         if path is not None:
+            check_path(path)
             with replacing(Path(path)) as [file]:
                 file.write(text.encode())
         return text

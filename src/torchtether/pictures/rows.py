@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from .._checks import check_int
 from .drawing import describe_bytes
 from .facts import Held, Lane, Storage, StorageGroup
 
@@ -49,6 +50,8 @@ def rows_of(groups: Sequence[StorageGroup], limit: int | None) -> list[MapRow]:
         alike.setdefault(_pattern(group), []).append(group)
     found = list(alike.values())
     shown = set(range(len(found)))
+    if limit is not None:
+        check_int(limit, "limit")
     if limit is not None and len(found) > limit:
         ranked = sorted(shown, key=lambda i: (not found[i][0].ties, -found[i][0].nbytes * len(found[i]), i))
         shown = set(ranked[: max(limit, 1)])

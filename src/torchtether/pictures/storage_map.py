@@ -9,7 +9,7 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from .._checks import describe
+from .._checks import check_int, check_path, describe
 from ..checkpoint.reader import Checkpoint, open_checkpoint
 from ..errors import ArgumentError
 from ..files import replacing
@@ -128,6 +128,7 @@ class StorageMap:
 
         The length of a bar is proportional to the size of its storage, or logarithmic if sizes differ much.
         """
+        check_int(width, "width")
         return "\n".join([self.summary, *lines_of(self.groups, limit, max(width, 60))])
 
     def to_svg(self, path: str | PathLike[str] | None = None, *, limit: int | None = 300) -> str:
@@ -219,6 +220,7 @@ def _size(one: StorageMap) -> tuple[str, str]:
 
 def _written(text: str, path: str | PathLike[str] | None) -> str:
     if path is not None:
+        check_path(path)
         with replacing(Path(path)) as [file]:
             file.write(text.encode())
     return text

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from .._checks import check_path
 from ..checkpoint.reader import Checkpoint
 from ..errors import CheckpointError, RuleError
 from ..files import PAIRS
@@ -42,6 +43,7 @@ def gguf_names(source: Checkpoint | Path | str) -> list[Rule | Substitution | Na
         tt.load(model, "model.gguf", rename=tt.gguf_names("model.gguf"))
     """
     if not isinstance(source, Checkpoint):
+        check_path(source, "source")
         with Checkpoint(source) as opened:
             return gguf_names(opened)
     pairs = _pairs(source)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from ..errors import RuleError
 from ..geometry.views import Shape
 from .named_tensors import NamedTensor, Rule, broken, change_found, find_dim, find_duplicate, find_mismatch, join_found
-from .patterns import NUMBER, TURN_BY_HAND, check_pattern, invert_pattern, left_out, replaced
+from .patterns import NUMBER, TURN_BY_HAND, check_dims, check_pattern, invert_pattern, left_out, replaced
 from .pieces import CompositeTensor, concatenated, keys_of, narrowed, selected, stacked
 
 
@@ -46,6 +46,7 @@ class Concat(Rule):
         _take_many(self, "sources", self.sources)
         for source in self.sources:
             check_pattern(self, source, self.target)
+        check_dims(self, "dim", (self.dim,))
         _take_sizes(self, len(self.sources), self.sizes, self.groups)
 
     @property
@@ -125,6 +126,7 @@ class Split(Rule):
     groups: int = 1
 
     def __post_init__(self) -> None:
+        check_dims(self, "dim", (self.dim,))
         if isinstance(self.targets, str):
             if self.targets.count(NUMBER) != 1 or self.sizes is not None or self.groups != 1:
                 raise RuleError(
@@ -227,6 +229,7 @@ class Stack(Rule):
 
     def __post_init__(self) -> None:
         check_pattern(self, self.source, self.target)
+        check_dims(self, "dim", (self.dim,))
         if len(left_out(self.source, self.target)) != 1:
             raise RuleError(
                 f"the target {self.target!r} must leave out one group of {self.source!r}, the number, and leaves out "

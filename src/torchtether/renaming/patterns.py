@@ -32,6 +32,13 @@ def check_pattern(rule: object, pattern: str, target: str) -> None:
         raise RuleError(f"{pattern!r} -> {target!r}: {error}", name=type(rule).__name__) from None
 
 
+def check_dims(rule: object, field: str, dims: tuple[object, ...]) -> None:
+    """Raise RuleError unless all ``dims``, which are the ``field`` of ``rule``, are ints."""
+    for dim in dims:
+        if type(dim) is not int:
+            raise RuleError(f"{field}: {dim!r:.40} is not an int", name=type(rule).__name__, fix="Give 0 or 1, say.")
+
+
 def replaced(found: re.Match[str], target: str) -> str:
     """Return the name with the match ``found`` replaced by ``target``."""
     return found.string[: found.start()] + found.expand(target) + found.string[found.end() :]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+from .._checks import check_flag
 from ..errors import RuleError
 from .named_tensors import NamedTensor, Rule, broken, change_found
-from .patterns import check_pattern, invert_pattern, replaced
+from .patterns import check_dims, check_pattern, invert_pattern, replaced
 from .pieces import CompositeTensor, reordered, transposed
 
 
@@ -37,9 +38,10 @@ class Transpose(Rule):
 
     def __post_init__(self) -> None:
         check_pattern(self, self.source, self.target or "")
-        dims = tuple(self.dims)
-        if len(dims) != 2 or not all(type(dim) is int for dim in dims):
+        dims = tuple(self.dims) if isinstance(self.dims, Iterable) else ()
+        if len(dims) != 2:
             raise RuleError(f"dims {self.dims!r} are not two ints", name="Transpose", fix="Give dims=(0, 1).")
+        check_dims(self, "dims", dims)
         object.__setattr__(self, "dims", dims)
 
     @property
@@ -96,6 +98,7 @@ class Rotary(Rule):
         check_pattern(self, self.source, self.target or "")
         if type(self.heads) is not int or self.heads < 1:
             raise RuleError(f"heads must be a positive int, got {self.heads!r}", name="Rotary")
+        check_flag(self.to_pairs, "to_pairs")
 
     @property
     def inverse(self) -> Rotary:

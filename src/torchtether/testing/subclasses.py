@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable
 
 from torch import Tensor
 
-from ..errors import LawError
+from .._checks import check_callable, describe
+from ..errors import ArgumentError, LawError
 from .law import chosen, quiet, run
 from .report import Report
 from .tensors import LAWS, Subject
@@ -39,6 +40,7 @@ def check_tensor_subclass(
 
     Raises:
         LawError: there is no law of that id, or ``make`` does not return a two-dimensional tensor.
+        ArgumentError: ``make``, ``values`` or ``linear`` is no function.
 
     >>> import torch, torchtether as tt
     >>> report = check_tensor_subclass(lambda: tt.Weight.encode(torch.randn(8, 16), tt.int8()), laws=["clone", "swap"])
@@ -48,6 +50,11 @@ def check_tensor_subclass(
       ok       swap             torch.utils.swap_tensors exchanges it with a plain Parameter
     """
     picked = chosen(LAWS, laws)
+    if not callable(make):
+        fix = "Give a function that returns a new tensor at each call."
+        raise ArgumentError(f"is {describe(make)}, not a function", name="make", fix=fix)
+    check_callable(values, "values")
+    check_callable(linear, "linear")
     subject = Subject(make, values, linear)
     with quiet():
         first = subject.make_tensor()

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-import warnings
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
+from .._warnings import warn
 from ..errors import ConversionError
 
 _NEEDED: tuple[tuple[Any, str], ...] = (
@@ -27,10 +27,7 @@ TESTED = ("2.13.0", "2.15.0")
 def warn_if_untested() -> None:
     """Warn, on one line, if this torch is newer than the newest that was tested."""
     if _minor(torch.__version__) > _minor(TESTED[-1]):
-        warnings.warn(
-            f"torchtether was tested with torch {TESTED[0]} to {TESTED[-1]}, this is torch {torch.__version__}",
-            stacklevel=2,
-        )
+        warn(f"torchtether was tested with torch {TESTED[0]} to {TESTED[-1]}, this is torch {torch.__version__}")
 
 
 def _minor(version: str) -> list[int]:

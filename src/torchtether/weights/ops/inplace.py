@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import inspect
-import warnings
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..._warnings import warn
 from ...errors import TrainingWarning
 from ...schemes import same_bits
 from ...torch_private.dispatching import schema_of, tree_map_only, written_by
@@ -123,10 +123,9 @@ def _update(weight: Weight, values: Tensor) -> dict[str, Tensor] | None:
         return parts
     if type(scheme) not in _warned:
         _warned.add(type(scheme))
-        warnings.warn(
+        warn(
             f"{scheme} rounds updates to the nearest, so small ones have no effect; freeze it by requires_grad_(False)",
             TrainingWarning,
-            stacklevel=2,
         )
     return _keeping_shared(weight, base, scheme.reencode(base, weight.parts))
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..._warnings import warn
 from ...torch_private.dispatching import has_kernel, schema_of, tree_map_only
 from ...torch_private.tensors import as_plain
 from ..dispatch import rule
@@ -114,7 +114,7 @@ def read(op: Any, *args: Any, **kwargs: Any) -> Any:
         nbytes = weight.numel() * weight.dtype.itemsize
         if nbytes >= LARGE and op not in _warned and not weight.scheme.transparent:
             _warned.add(op)
-            warnings.warn(f"{op} decodes a Weight of {nbytes / 2**20:.0f} MiB (warned once per op)", stacklevel=2)
+            warn(f"{op} decodes a Weight of {nbytes / 2**20:.0f} MiB (warned once per op)")
         return weight.values_of()
 
     args, kwargs = tree_map_only(Weight, values, (args, kwargs))
