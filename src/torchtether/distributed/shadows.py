@@ -20,6 +20,8 @@ from ..ties.names import named_tensors
 from ..torch_private.fsdp2 import local_shape_and_offset
 from ..torch_private.modules import set_tables, tables_of
 from ..torch_private.tensors import storage_id
+from ..weights.ops.padding import mark_shard
+from ..weights.ops.rows import shared_by_rows
 from ..weights.weight import Weight
 from .views import has_views, register_views, spread, viewed_owners
 
@@ -81,6 +83,8 @@ def device_of(mesh: DeviceMesh) -> torch.device:
 
 def with_local(tensor: DTensor, local: Tensor) -> Tensor:
     """Return a DTensor like ``tensor`` with the local tensor ``local``, of any dtype and device."""
+    if isinstance(local, Weight) and local.shape != tensor.shape:
+        mark_shard(local, shared_by_rows(local))
     with torch.no_grad():
         return DTensor.from_local(
             local,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
@@ -284,9 +285,16 @@ def _parameter_faults(name: str, parameter: nn.Parameter, ranks: int) -> list[st
             f"{name}: {scheme} of shape {shape} is one row, which {ranks} ranks cannot share. Leave it unquantized."
         ]
     try:
-        cut = cut_block(scheme.layout(shape), shape, ranks)
+        layout = scheme.layout(shape)
+        cut = cut_block(layout, shape, ranks)
     except TetherError as error:
         return [f"{name}: {error}"]
+    one = next((role for role, part in layout.items() if part.span == 0 and math.prod(part.shape) == 1), None)
+    if one is not None and parameter.requires_grad and ranks > 1:
+        return [
+            f"{name}: {scheme} has one {one!r} for all rows, which {ranks} ranks cannot train, each with its own rows. "
+            "Freeze it, or quantize it with a scale per row."
+        ]
     if cut is None:
         return []
     part, multiple = cut
