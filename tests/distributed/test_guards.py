@@ -1,7 +1,9 @@
 """Calls that torch breaks silently under FSDP2 and DDP are repaired, or refused with the order that works."""
 
 import copy
+import tempfile
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -89,8 +91,21 @@ def check_ddp():
         refused(tt.ConversionError, ddp, inner.load_state_dict, inner.state_dict(), assign=True)
     assert inner[0].weight is inner[1].weight is held
     assert held.dtype == torch.float32
-    plan = tt.distributed.plan_units(wrapped, nn.Linear)
-    refused(tt.ConversionError, "FSDP2 replaces DDP", tt.distributed.shard, wrapped, plan)
+    for verb, call in _verbs(wrapped):
+        refused(tt.ConversionError, f"cannot {verb} under {ddp}.*Give the module inside it", call)
+
+
+def _verbs(model):
+    """Return the calls of ``tt.distributed`` on ``model`` that need its parameters, each with its verb."""
+    verbs = tt.distributed
+    with tempfile.TemporaryDirectory() as folder:
+        tt.save({"weight": torch.ones(2)}, folder)
+        yield "load", partial(verbs.load, model, folder)
+        yield "plan", partial(verbs.plan_units, model, nn.Linear)
+        yield "save", partial(verbs.state_dict, model)
+        for format in ("safetensors", "dcp"):
+            yield "save", partial(verbs.save, model, f"{folder}/{format}", format=format)
+            assert not Path(folder, format).exists()
 
 
 def test_converting_at_the_wrong_moment_is_refused():
@@ -254,6 +269,8 @@ def check_fsdp1():
             torch.testing.assert_close(value / dist.get_world_size(), expected[step][0], rtol=1e-4, atol=1e-4)
         assert any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
         refused(tt.ConversionError, "FSDP1", tt.convert, wrapped, dtype=torch.float64)
+        for verb, call in _verbs(wrapped):
+            refused(tt.ConversionError, rf"cannot {verb} under .*\(FSDP1\).*Use fully_shard", call)
 
 
 def check_plan_fits():

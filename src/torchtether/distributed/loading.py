@@ -28,7 +28,17 @@ from ..torch_private.fsdp2 import fsdp2_states, offloaded_parameters, renew_shar
 from ..torch_private.modules import uncompiled
 from .optimizers import OptimizerLoad
 from .ranks import Ranks
-from .shadows import box_of, device_of, local_shadow, reshard, sharded_tensors, stand_in, whole_shadow, with_local
+from .shadows import (
+    box_of,
+    check_unwrapped,
+    device_of,
+    local_shadow,
+    reshard,
+    sharded_tensors,
+    stand_in,
+    whole_shadow,
+    with_local,
+)
 
 
 def load(
@@ -70,7 +80,8 @@ def load(
     Raises:
         CheckpointError: a file is absent or damaged.
         LoadError: the checkpoint does not fit the model, rows cut a block, or another rank failed.
-        ConversionError: something holds a parameter that must be exchanged, such as FSDP2 after its first forward.
+        ConversionError: something holds a parameter that must be exchanged, such as FSDP2 after its first forward; or
+            the model is under DDP or FSDP1.
 
     >>> import torch, torchtether as tt, tempfile
     >>> from torchtether import distributed
@@ -85,6 +96,7 @@ def load(
     state: OptimizerLoad | None = None
     try:
         with ranks.all_or_none(LoadError):
+            check_unwrapped(model, "load")
             reshard(model)
             is_sharded = bool(sharded_tensors(model))
             work = (_Sharded if is_sharded else _Whole)(model, path, options, optimizer)

@@ -56,6 +56,7 @@ def save(
     Raises:
         CheckpointError: as ``tt.save``; the ranks hold different tensors; or another rank failed.
         TieError, SchemeError: as ``tt.save``.
+        ConversionError: the model is under DDP or FSDP1.
 
     >>> import torch, torchtether as tt, tempfile
     >>> from torchtether import distributed

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn.parameter import is_lazy
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, ConversionError
 from ..geometry.blocks import STOCK, is_strided
 from ..geometry.views import Shape
 from ..renaming.pieces import Range
@@ -29,6 +29,23 @@ from .views import has_views, register_views, spread, viewed_owners
 def sharded_tensors(model: nn.Module | Mapping[str, Tensor]) -> dict[str, DTensor]:
     """Return every DTensor of ``model`` under every name that it has."""
     return {name: tensor for name, tensor in named_tensors(model).items() if isinstance(tensor, DTensor)}
+
+
+def check_unwrapped(model: nn.Module, verb: str) -> None:
+    """Raise ConversionError if a module of ``model`` is DistributedDataParallel or FSDP1."""
+    for path, module in model.named_modules():
+        if isinstance(module, nn.parallel.DistributedDataParallel):
+            raise ConversionError(
+                f"cannot {verb} under DistributedDataParallel, which adds 'module.' to all names",
+                name=path,
+                fix="Give the module inside it.",
+            )
+        if isinstance(module, FullyShardedDataParallel):
+            raise ConversionError(
+                f"cannot {verb} under FullyShardedDataParallel (FSDP1), whose flat parameters own the memory",
+                name=path,
+                fix="Use fully_shard in its place, on the plain module.",
+            )
 
 
 def reshard(model: nn.Module) -> None:
@@ -200,6 +217,7 @@ class Shadowed:
         self.model = model
         self.shadow: nn.Module | Mapping[str, Tensor]
         if isinstance(model, nn.Module):
+            check_unwrapped(model, "save")
             reshard(model)
             self.shadow = stand_in(model, whole_shadow, views=True)
         else:

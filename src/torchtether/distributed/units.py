@@ -25,6 +25,7 @@ from ..weights.spec import Tie
 from ..weights.weight import Weight
 from .grouping import ROOT, Grouping, Key, Policy, TiedNames
 from .memory import UnitParameter
+from .shadows import check_unwrapped
 from .unit_plan import Unit, UnitPlan
 from .uses import Use, find_uses
 from .views import view_faults
@@ -60,6 +61,7 @@ def plan_units(
 
     Raises:
         RuleError: ``unit_types`` match no module, or the mesh has no size.
+        ConversionError: the model is under DDP or FSDP1.
 
     >>> model = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 4), nn.Linear(4, 10, bias=False))
     >>> model[2].weight = model[0].weight
@@ -68,6 +70,7 @@ def plan_units(
     """
     if policy not in ("group", "root"):
         raise RuleError(f"policy={policy!r} is neither 'group' nor 'root'")
+    check_unwrapped(model, "plan")
     ranks, replicas = _sizes(mesh)
     wanted = _wanted(model, unit_types)
     tensors = named_tensors(model)
