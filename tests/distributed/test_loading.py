@@ -62,6 +62,10 @@ def loads(paths):
         held = build(quantize=rules)  # what is a Weight before it is sharded stays one
         tt.distributed.load(held, paths["float"])
         check(held, wanted)
+        real = build(on_meta=False)  # what is a float with memory becomes one
+        tt.distributed.load(real, paths["float"], quantize=rules)
+        check(real, wanted)
+        assert torch.equal(real(tokens()), wanted(tokens()))
         again = build()
         if not any(isinstance(scheme, tt.Plain) for scheme in rules.values()):
             tt.distributed.load(again, paths["quantized" if rules is FULL else "float"], quantize=None)
