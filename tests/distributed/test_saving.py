@@ -17,6 +17,7 @@ import torchtether as tt
 import torchtether.distributed
 from tests.distributed.nets import Tied, build, loaded, same_rows, step, tokens
 from tests.distributed.spawn import spawn
+from torchtether.distributed import transfers
 
 SCHEMES = {
     "float": None,
@@ -361,3 +362,29 @@ def test_ranks_that_hold_different_tensors_are_told(tmp_path):
     for said in spawn(differs, 2, tmp_path):
         assert "rank 1 holds other tensors than rank 0" in said
     assert list(tmp_path.iterdir()) == []
+
+
+def cannot_read(folder, rank, options):
+    """Save while the third shard that ``rank`` reads cannot be read; return what this rank says."""
+    model, stock, count = build(on_meta=False), transfers._bytes, [0]
+
+    def read(tensor):
+        count[0] += 1
+        if dist.get_rank() == rank and count[0] == 3:
+            raise MemoryError("no memory for a copy")
+        return stock(tensor)
+
+    transfers._bytes = read
+    try:
+        tt.distributed.save(model, folder / "x", **options)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+@pytest.mark.parametrize("options", OPTIONS[:2], ids=["one file", "shards"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_no_rank_waits_for_a_shard_that_cannot_be_read(tmp_path, rank, options):
+    said = spawn(cannot_read, 2, tmp_path, rank, options, timeout=20.0)
+    assert said[rank] == "MemoryError: no memory for a copy"
+    assert f"CheckpointError: rank {rank} failed: MemoryError: no memory for a copy" in said[1 - rank]
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]

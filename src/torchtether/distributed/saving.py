@@ -175,6 +175,7 @@ class _Save:
                 error = first
             for _ in steps:  # other writers wait for this rank's rows, even if it failed
                 pass
+        error = error or self._transfers.error
         if error is not None:
             raise error
         opened.sync()
