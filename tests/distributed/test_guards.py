@@ -248,6 +248,21 @@ def check_parallel():
     refused(tt.TieError, "head.weight: has placements.*same placement", tt.distributed.shard, other, plan)
 
 
+def check_wrapped(folder):
+    """A module around a tied quantized model, as PEFT makes, has other names than the tie record; so has a part."""
+    outer = nn.Sequential(lora(tt.int8(), WORDS))
+    plan = tt.distributed.plan_units(outer, "0.layers.*")
+    assert not plan.faults
+    assert [str(tie) for tie in plan.ties] == ["0.emb.weight = 0.head.weight"]
+    tt.distributed.shard(outer, plan)
+    tt.check_ties(outer)
+    tt.distributed.save(outer, folder)
+    assert "0.emb.weight = 0.head.weight" in [str(tie) for tie in tt.open(folder).ties]
+    whole = nn.Sequential(GPT(WORDS))
+    tt.quantize(whole, {"0.emb.weight": "int8"})
+    assert not tt.distributed.plan_units(whole[0], Block).faults
+
+
 def check_fsdp1():
     for make, units in ((GPT, (Block, "emb", "head")), (partial(T5, shares_module=False), (Stack, Block))):
         reference = _made(make)
@@ -300,6 +315,10 @@ def test_optimizers_follow_or_are_refused():
 
 def test_tensor_parallel_ties_are_restored():
     spawn(check_parallel, 4, timeout=120)
+
+
+def test_names_may_have_changed_since_a_tie_was_recorded(tmp_path):
+    spawn(check_wrapped, 2, str(tmp_path / "x"))
 
 
 def test_fsdp1_gets_a_policy_that_keeps_ties():
