@@ -12,6 +12,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import torchtether as tt
 import torchtether.distributed
@@ -59,6 +60,7 @@ def saves(source, folder, mesh_shape=None):
         for i, options in enumerate(OPTIONS):
             tt.distributed.save(model, folder / f"{what} {i}", **options)
         tt.distributed.save(model, folder / f"{what}.safetensors")
+        tt.distributed.save(model.state_dict(), folder / f"{what} mapping")  # one DTensor for each tied name
         if rules is None:
             tt.distributed.save(model.state_dict(keep_vars=True), folder / "mapping")
             with torch.no_grad():
@@ -96,8 +98,25 @@ def test_the_files_are_those_of_one_process(source, tmp_path, world, mesh):
             assert equal_folders(tmp_path / f"{what} {i}", tmp_path / "wanted" / f"{what} {i}") == []
         tt.save(model, tmp_path / "wanted.safetensors")
         assert (tmp_path / f"{what}.safetensors").read_bytes() == (tmp_path / "wanted.safetensors").read_bytes()
+        assert equal_folders(tmp_path / f"{what} mapping", tmp_path / f"{what} 0") == []
     assert equal_folders(tmp_path / "mapping", tmp_path / "float 0") == []
     assert not (tmp_path / "nothing").exists()
+
+
+def saves_few_rows(folder):
+    for scheme in (None, "int8"):
+        model = nn.Sequential(nn.Embedding(2, 8), nn.Linear(8, 2, bias=False))
+        model[1].weight = model[0].weight
+        if scheme:
+            tt.quantize(model, {"0.weight": scheme}).requires_grad_(False)
+        tt.distributed.save(fully_shard(model).state_dict(), folder / str(scheme))
+    return True
+
+
+def test_a_rank_without_rows_sees_the_ties_of_a_state_dict(tmp_path):
+    spawn(saves_few_rows, 3, tmp_path)
+    for scheme in ("None", "int8"):
+        assert [tie.names for tie in tt.open(tmp_path / scheme).ties] == [("0.weight", "1.weight")]
 
 
 def test_without_a_process_group_it_is_tt_save(source, tmp_path):

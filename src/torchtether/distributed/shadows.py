@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import torch
@@ -221,8 +221,9 @@ class Shadowed:
             reshard(model)
             self.shadow = stand_in(model, whole_shadow, views=True)
         else:
-            again = {id(tensor): whole_shadow(tensor) for tensor in model.values() if isinstance(tensor, DTensor)}
-            self.shadow = {name: again.get(id(tensor), tensor) for name, tensor in model.items()}
+            keys = {name: _local_memory(tensor) for name, tensor in model.items() if isinstance(tensor, DTensor)}
+            made = {key: whole_shadow(model[name]) for name, key in keys.items()}
+            self.shadow = {name: made[keys[name]] if name in keys else tensor for name, tensor in model.items()}
         self.sharded = sharded_tensors(model)
         """Every DTensor of the model, under each of its names."""
         seen = named_tensors(self.shadow)
@@ -248,6 +249,19 @@ class Shadowed:
         """Return the tensor of which ``tensor`` is the shadow, or ``tensor`` itself. Raises what ``name`` does."""
         name = self.name(tensor)
         return tensor if name is None else self.sharded[name]
+
+
+def _local_memory(tensor: DTensor) -> Hashable:
+    """Return a key that DTensors over one local memory share: ``state_dict()`` makes a DTensor for each tied name.
+
+    Storage objects are compared, not addresses: a rank without rows, too, must see the tie.
+    """
+    local = local_of(tensor)
+    parts = tuple(local.parts.values()) if isinstance(local, Weight) else (local,)
+    if not all(map(is_strided, parts)):
+        return id(tensor)
+    places = tuple((storage_id(part), part.storage_offset(), part.shape, part.stride()) for part in parts)
+    return tensor.device_mesh, tensor.placements, tensor.shape, places
 
 
 def _memory_of(tensor: Tensor) -> int:
