@@ -13,11 +13,13 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate
 
 import torchtether as tt
 import torchtether.distributed
 from tests.distributed.nets import Tied, build, loaded, same_rows, step, tokens
 from tests.distributed.spawn import spawn
+from tests.distributed.training import whole
 from torchtether.distributed import transfers
 
 SCHEMES = {
@@ -170,6 +172,60 @@ def test_training_resumes_on_another_number_of_ranks(source, tmp_path):
     for world in (3, 1):
         for found, _ in spawn(resume, world, tmp_path):
             torch.testing.assert_close(found, [wanted, wanted], rtol=1e-4, atol=0)  # other sums
+
+
+class Factored(torch.optim.Optimizer):
+    """Adafactor's shape: a second moment for each row, sharded like the rows, and one for each column, on all ranks."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self):
+        for param in self.param_groups[0]["params"]:
+            new = {"row": param.grad.square().mean(-1, keepdim=True), "column": param.grad.square().mean(0)}
+            new["column"] = new["column"].redistribute(placements=[Replicate()])
+            state = self.state[param]
+            state.update({key: state[key].lerp(value, 0.5) if key in state else value for key, value in new.items()})
+            param.sub_(param.grad / (state["row"] * state["column"]).sqrt().add(1e-3), alpha=0.1)
+
+
+def _factored():
+    torch.manual_seed(0)
+    model = fully_shard(nn.Sequential(nn.Linear(4, 7, bias=False), nn.Linear(7, 2, bias=False)))
+    return model, Factored(model.parameters())
+
+
+def _factored_step(model, optimizer):
+    model(torch.arange(12.0).view(3, 4)).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return [whole(param).flatten().tolist() for param in model.parameters()]
+
+
+def begin_factored(folder):
+    model, optimizer = _factored()
+    for _ in range(2):
+        _factored_step(model, optimizer)
+    for format in ("safetensors", "dcp"):
+        tt.distributed.save(model, folder / format, format=format, optimizer=optimizer)
+    return _factored_step(model, optimizer)
+
+
+def resume_factored(folder):
+    found = []
+    for format in ("safetensors", "dcp"):
+        model, optimizer = _factored()
+        tt.distributed.load(model, folder / format, optimizer=optimizer)
+        found.append(_factored_step(model, optimizer))
+    return found
+
+
+def test_state_of_another_shape_than_its_parameter_resumes(tmp_path):
+    wanted = spawn(begin_factored, 2, tmp_path)[0]
+    for world in (2, 3, 1):
+        for found in spawn(resume_factored, world, tmp_path):
+            torch.testing.assert_close(found, [wanted, wanted], rtol=1e-5, atol=1e-6)
 
 
 # -- torch.distributed.checkpoint -------------------------------------------------------------------------------------

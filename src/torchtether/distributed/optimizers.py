@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from .._checks import describe
 from ..errors import CheckpointError, LoadError, OptimizerError
 from ..exchange.optimizer_state import check_belongs
 from ..files import OPTIMIZER, DcpFile, Store, is_dcp, is_folder
 from ..geometry.views import View, contiguous_stride
+from ..renaming.pieces import Range
 from ..ties.names import named_tensors
 from .shadows import box_of, local_of, with_local
 
@@ -48,7 +49,7 @@ def optimizer_tensors(model: nn.Module | Mapping[str, Tensor], optimizer: Any) -
         for param in group["params"]:
             name = names[id(param)]
             held = optimizer.state.get(param, {})
-            state[name] = {key: _jsonable(value, f"{name}.{key}", made) for key, value in held.items()}
+            state[name] = {key: _jsonable(value, f"{name}.{key}", made, param) for key, value in held.items()}
     text = json.dumps({"v": 1, "groups": groups, "state": state})
     made[_GROUPS] = as_bytes(text)
     return made
@@ -59,11 +60,19 @@ def as_bytes(text: str) -> Tensor:
     return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
 
 
-def _jsonable(value: Any, key: str, made: dict[str, Tensor]) -> Any:
-    """Return ``value`` as a JSON value; a tensor is put into ``made`` under ``key`` and becomes a reference to it."""
+def _jsonable(value: Any, key: str, made: dict[str, Tensor], param: Tensor | None = None) -> Any:
+    """Return ``value`` as a JSON value; a tensor is put into ``made`` under ``key`` and becomes a reference to it.
+
+    The reference to a DTensor says whether its rows are sharded with those of ``param``, or it is whole on each rank.
+    """
     if isinstance(value, Tensor):
         made[key] = value
-        return {"tensor": key}
+        dims = {getattr(p, "dim", p) for p in value.placements} if isinstance(value, DTensor) else {None}
+        dims -= {Replicate()}
+        if not dims:
+            return {"tensor": key, "rows": False}
+        is_by_rows = dims == {0} and param is not None and value.shape[0] == param.shape[0]
+        return {"tensor": key, "rows": True} if is_by_rows else {"tensor": key}
     items = value if isinstance(value, (list, tuple)) else [value]
     if not all(isinstance(item, _PLAIN) for item in items):
         what = f"is {describe(value)}, which the state of an optimizer cannot store"
@@ -173,27 +182,53 @@ class OptimizerLoad:
     def _value(self, entry: Any, param: Tensor | None, group: Mapping[str, Any]) -> Any:
         """Return the value of ``entry``.
 
-        A tensor of the shape of ``param`` is sharded like it, and on its device; any other tensor is read whole.
+        A tensor of the shape of ``param`` is sharded like it, and on its device; any other tensor is read whole, or by
+        the rows of ``param`` if it was sharded by them.
         """
         if "tensor" not in entry:
             return tuple(entry["value"]) if entry.get("tuple") else entry["value"]
         key = entry["tensor"]
         stored = self._tensors[key]
         is_like = param is not None and stored.shape == tuple(param.shape) and len(stored.shape) > 0
+        if isinstance(param, DTensor) and not is_like and type(entry.get("rows")) is bool:
+            return self._placed(key, param, by_rows=entry["rows"])
         if not is_like or param is None:
             self._nbytes += stored.nbytes
             on_device = any((group.get(flag) or {}).get("value") for flag in ("capturable", "fused"))
             value = self._source.read(key)
             return value.to(param.device) if on_device and param is not None else value
-        box = box_of(param) if isinstance(param, DTensor) else tuple((0, size) for size in stored.shape)
+        local = self._read(key, box_of(param) if isinstance(param, DTensor) else [(0, size) for size in stored.shape])
+        if isinstance(param, DTensor):
+            return with_local(param, local.to(local_of(param).device))
+        return local.to(param.device)
+
+    def _placed(self, key: str, param: DTensor, *, by_rows: bool) -> Tensor:
+        """Return ``key`` on the mesh of ``param``: sharded ``by_rows`` like it, or whole on each rank."""
+        shape = self._tensors[key].shape
+        box = [(0, size) for size in shape]
+        by_rows = by_rows and shape[:1] == tuple(param.shape[:1])
+        if by_rows:
+            box[0] = box_of(param)[0]
+        local = self._read(key, box).to(local_of(param).device)
+        placements = [p if by_rows and getattr(p, "dim", None) == 0 else Replicate() for p in param.placements]
+        return DTensor.from_local(
+            local,
+            param.device_mesh,
+            placements,
+            run_check=False,
+            shape=torch.Size(shape),
+            stride=contiguous_stride(shape),
+        )
+
+    def _read(self, key: str, box: Sequence[Range]) -> Tensor:
+        """Return the elements ``box`` of the stored tensor ``key``; count their bytes."""
+        stored = self._tensors[key]
         stride = contiguous_stride(stored.shape)
         offset = sum(start * step for (start, _), step in zip(box, stride, strict=True))
         size = tuple(stop - start for start, stop in box)
         local = self._source.read_view(key, View(stored.dtype, size, stride, offset))
         self._nbytes += local.nbytes
-        if isinstance(param, DTensor):
-            return with_local(param, local.to(local_of(param).device))
-        return local.to(param.device)
+        return local
 
     def finish(self) -> None:
         """Give the optimizer the state and the options of the checkpoint."""
