@@ -97,6 +97,15 @@ def test_faults_name_what_cannot_be_sharded():
     assert "nothing.weight: is not in the model" in declared.faults[0]
 
 
+def test_blocks_under_torch_compile_are_units():
+    model = models.GPT()
+    for i, layer in enumerate(model.layers):
+        model.layers[i] = torch.compile(layer, backend="eager")
+    plan = plan_units(model, "layers.*", mesh=2)
+    assert not plan.faults
+    assert [unit.label for unit in plan.units] == ["layers.0", "layers.1", "root"]
+
+
 def test_declared_ties_are_planned_before_they_hold():
     model = models.GPT()
     model.head.weight = nn.Parameter(model.head.weight.detach().clone())

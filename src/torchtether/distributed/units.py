@@ -97,7 +97,7 @@ def plan_units(
     for unit in units:
         _check_unit(unit, ranks, faults, warnings)
     for module in wanted:
-        if type(module).forward is nn.Module.forward:
+        if type(module).forward is nn.Module.forward and "forward" not in vars(module):  # torch.compile sets it there
             path = next(path for path, other in model.named_modules() if other is module)
             faults.append(
                 f"{path}: a {type(module).__name__} has no forward, so FSDP2 never gathers it. Name its children."
