@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
@@ -79,7 +80,8 @@ def load(
 
     Raises:
         CheckpointError: a file is absent or damaged.
-        LoadError: the checkpoint does not fit the model, rows cut a block, or another rank failed.
+        LoadError: the checkpoint does not fit the model, rows cut a block, another rank failed, or ranks would load
+            different schemes or dtypes.
         ConversionError: something holds a parameter that must be exchanged, such as FSDP2 after its first forward; or
             the model is under DDP or FSDP1.
 
@@ -101,6 +103,8 @@ def load(
             is_sharded = bool(sharded_tensors(model))
             work = (_Sharded if is_sharded else _Whole)(model, path, options, optimizer)
             state = OptimizerLoad.find(model, optimizer, Path(path))
+        stored = {} if optimizer is None else {"optimizer": "not stored" if state is None else "stored"}
+        _check_alike(ranks, work.outcome | stored)
         with ranks.all_or_none(LoadError):
             report = work.read(progress)
         with ranks.all_or_none(LoadError):
@@ -113,6 +117,30 @@ def load(
         for one in (work, state):
             if one is not None:
                 one.close()
+
+
+def _outcome(draft: Draft) -> dict[str, str]:
+    """Return what each name of the model becomes: its scheme and dtype, or missing."""
+    made = dict.fromkeys(draft.missing, "missing")
+    for step in draft.steps:
+        made |= dict.fromkeys(step.component.names, f"{step.scheme or ''} {step.dtype}".strip())
+    return made
+
+
+def _check_alike(ranks: Ranks, outcome: Mapping[str, str]) -> None:
+    """Raise LoadError on every rank if ranks have different outcomes for a name. Their models may differ."""
+    if len(set(ranks.gather(hashlib.sha256(repr(sorted(outcome.items())).encode()).hexdigest()))) == 1:
+        return
+    first: dict[str, tuple[str, int]] = {}
+    for rank, found in enumerate(ranks.gather(outcome)):
+        for name, what in found.items():
+            before, other = first.setdefault(name, (what, rank))
+            if what != before:
+                raise LoadError(
+                    f"is {before} on rank {other} and {what} on rank {rank}",
+                    name=name,
+                    fix="Give all ranks the same checkpoint and arguments.",
+                )
 
 
 def find_boxes(held: Mapping[str, Tensor], draft: Draft) -> tuple[dict[str, Box], list[str]]:
@@ -134,6 +162,7 @@ class _Whole:
 
     def __init__(self, model: nn.Module, path: Path | str, options: LoadOptions, optimizer: Any) -> None:
         self._plan = make_plan(model, path, options, optimizer)
+        self.outcome = _outcome(self._plan.draft)
         try:
             self._plan.check()
         except BaseException:
@@ -160,6 +189,7 @@ class _Sharded:
         self._held = named_tensors(model)
         self._part = stand_in(model, local_shadow)
         whole = make_plan(stand_in(model, whole_shadow, views=True), path, options)
+        self.outcome = _outcome(whole.draft)
         try:
             boxes, faults = self._boxes(whole)
             draft = restrict(whole.draft, self._part, boxes, self._place, faults)
