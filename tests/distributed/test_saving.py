@@ -228,6 +228,33 @@ def test_state_of_another_shape_than_its_parameter_resumes(tmp_path):
             torch.testing.assert_close(found, [wanted, wanted], rtol=1e-5, atol=1e-6)
 
 
+def _two(lr):
+    model = Tied(5)
+    rest = [param for param in model.parameters() if param is not model.emb.weight]
+    return model, [torch.optim.AdamW([model.emb.weight], lr=lr), torch.optim.SGD(rest, lr=lr, momentum=0.9)]
+
+
+@pytest.mark.parametrize("format", ["safetensors", "dcp"])
+def test_several_optimizers_are_stored_one_after_the_other(tmp_path, format):
+    model, optimizers = _two(0.1)
+    model(torch.arange(5)).sum().backward()
+    for one in optimizers:
+        one.step()
+    tt.distributed.save(model, tmp_path / "x", format=format, optimizer=optimizers)
+    again, others = _two(0.5)
+    tt.distributed.load(again, tmp_path / "x", optimizer=others)
+    for one, other in zip(optimizers, others, strict=True):
+        assert other.param_groups[0]["lr"] == 0.1
+        assert len(other.state) == len(one.state) > 0
+        torch.testing.assert_close([*other.state.values()], [*one.state.values()], rtol=0, atol=0)
+    with pytest.raises(tt.LoadError, match="has 2 groups of 9 parameters, the optimizer has 1 of 1"):
+        tt.distributed.load(again, tmp_path / "x", optimizer=others[:1])
+    both = [*others, torch.optim.SGD([again.emb.weight])]
+    with pytest.raises(tt.OptimizerError, match=r"^emb\.weight: is in two optimizers"):
+        tt.distributed.save(again, tmp_path / "y", format=format, optimizer=both)
+    assert not (tmp_path / "y").exists()
+
+
 # -- torch.distributed.checkpoint -------------------------------------------------------------------------------------
 
 

@@ -44,8 +44,8 @@ def save(
     (``max_shard_size``) are written in parallel, each by one rank. The other ranks send it their rows, one tensor at a
     time. A tensor that is not sharded is written as the first rank holds it.
 
-    With ``optimizer`` its state is stored too, in the folder ``optimizer`` beside the model's files, once for a tied
-    parameter; ``tt.distributed.load(..., optimizer=)`` restores it, on any number of ranks.
+    With ``optimizer`` (one, or several) its state is stored too, in the folder ``optimizer`` beside the model's files,
+    once for a tied parameter; ``tt.distributed.load(..., optimizer=)`` restores it, on any number of ranks.
 
     ``format="dcp"`` writes ``tt.distributed.state_dict`` to a new folder by ``torch.distributed.checkpoint``, each rank
     its own rows. ``tt.load`` and ``tt.open`` read it too.
