@@ -1,7 +1,9 @@
 """Calls that torch breaks silently under FSDP2 and DDP are repaired, or refused with the order that works."""
 
 import copy
+import tempfile
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -89,8 +91,21 @@ def check_ddp():
         refused(tt.ConversionError, ddp, inner.load_state_dict, inner.state_dict(), assign=True)
     assert inner[0].weight is inner[1].weight is held
     assert held.dtype == torch.float32
-    plan = tt.distributed.plan_units(wrapped, nn.Linear)
-    refused(tt.ConversionError, "FSDP2 replaces DDP", tt.distributed.shard, wrapped, plan)
+    for verb, call in _verbs(wrapped):
+        refused(tt.ConversionError, f"cannot {verb} under {ddp}.*Give the module inside it", call)
+
+
+def _verbs(model):
+    """Return the calls of ``tt.distributed`` on ``model`` that need its parameters, each with its verb."""
+    verbs = tt.distributed
+    with tempfile.TemporaryDirectory() as folder:
+        tt.save({"weight": torch.ones(2)}, folder)
+        yield "load", partial(verbs.load, model, folder)
+        yield "plan", partial(verbs.plan_units, model, nn.Linear)
+        yield "save", partial(verbs.state_dict, model)
+        for format in ("safetensors", "dcp"):
+            yield "save", partial(verbs.save, model, f"{folder}/{format}", format=format)
+            assert not Path(folder, format).exists()
 
 
 def test_converting_at_the_wrong_moment_is_refused():
@@ -233,6 +248,21 @@ def check_parallel():
     refused(tt.TieError, "head.weight: has placements.*same placement", tt.distributed.shard, other, plan)
 
 
+def check_wrapped(folder):
+    """A module around a tied quantized model, as PEFT makes, has other names than the tie record; so has a part."""
+    outer = nn.Sequential(lora(tt.int8(), WORDS))
+    plan = tt.distributed.plan_units(outer, "0.layers.*")
+    assert not plan.faults
+    assert [str(tie) for tie in plan.ties] == ["0.emb.weight = 0.head.weight"]
+    tt.distributed.shard(outer, plan)
+    tt.check_ties(outer)
+    tt.distributed.save(outer, folder)
+    assert "0.emb.weight = 0.head.weight" in [str(tie) for tie in tt.open(folder).ties]
+    whole = nn.Sequential(GPT(WORDS))
+    tt.quantize(whole, {"0.emb.weight": "int8"})
+    assert not tt.distributed.plan_units(whole[0], Block).faults
+
+
 def check_fsdp1():
     for make, units in ((GPT, (Block, "emb", "head")), (partial(T5, shares_module=False), (Stack, Block))):
         reference = _made(make)
@@ -254,6 +284,8 @@ def check_fsdp1():
             torch.testing.assert_close(value / dist.get_world_size(), expected[step][0], rtol=1e-4, atol=1e-4)
         assert any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
         refused(tt.ConversionError, "FSDP1", tt.convert, wrapped, dtype=torch.float64)
+        for verb, call in _verbs(wrapped):
+            refused(tt.ConversionError, rf"cannot {verb} under .*\(FSDP1\).*Use fully_shard", call)
 
 
 def check_plan_fits():
@@ -283,6 +315,10 @@ def test_optimizers_follow_or_are_refused():
 
 def test_tensor_parallel_ties_are_restored():
     spawn(check_parallel, 4, timeout=120)
+
+
+def test_names_may_have_changed_since_a_tie_was_recorded(tmp_path):
+    spawn(check_wrapped, 2, str(tmp_path / "x"))
 
 
 def test_fsdp1_gets_a_policy_that_keeps_ties():

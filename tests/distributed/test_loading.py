@@ -88,6 +88,10 @@ def loads(paths):
         held = build(quantize=rules)  # what is a Weight before it is sharded stays one
         tt.distributed.load(held, paths["float"])
         check(held, wanted)
+        real = build(on_meta=False)  # what is a float with memory becomes one
+        tt.distributed.load(real, paths["float"], quantize=rules)
+        check(real, wanted)
+        assert torch.equal(real(tokens()), wanted(tokens()))
         again = build()
         if not any(isinstance(scheme, tt.Plain) for scheme in rules.values()):
             tt.distributed.load(again, paths["quantized" if rules is FULL else "float"], quantize=None)
@@ -273,6 +277,54 @@ def test_a_rank_that_fails_makes_all_ranks_fail_with_its_message(paths, damage):
     assert "rank one's disk" in two
     assert "rank 1 failed: " in one
     assert "rank one's disk" in one
+
+
+def differs(paths, folder):
+    """Load other things on each rank, into sharded and whole models; return what is said."""
+    rank, said = dist.get_rank(), []
+    trained = build(on_meta=False)
+    optimizer = torch.optim.AdamW(trained.parameters())
+    step(trained, optimizer)
+    tt.distributed.save(trained, folder / "both", optimizer=optimizer)
+    for make in (build, Tied):
+        for path, options in (
+            (paths["float"], {"quantize": {"emb.weight": ("int8", "fp8")[rank]}}),
+            (paths["float"], {"dtype": (None, torch.bfloat16)[rank]}),
+            ((paths["float"], folder / "few")[rank], {"strict": False}),
+            ((folder / "both", paths["float"])[rank], {"optimizer": torch.optim.AdamW}),
+        ):
+            model = make()
+            if "optimizer" in options:
+                options = {"optimizer": torch.optim.AdamW(model.parameters())}
+            before = [(tensor.is_meta, type(tensor), tensor.dtype) for tensor in model.parameters()]
+            try:
+                tt.distributed.load(model, path, **options)
+            except tt.LoadError as error:
+                said.append(str(error))
+            assert before == [(tensor.is_meta, type(tensor), tensor.dtype) for tensor in model.parameters()]
+    stage = nn.ModuleDict({"emb": Tied().emb} if rank else {"head": Tied().head})  # models may differ: pipelines
+    tt.distributed.load(stage, paths["float"], strict=False, quantize="int8" if rank == 0 else None)
+    return said
+
+
+def test_ranks_that_load_different_things_are_told(paths, tmp_path):
+    few = dict(tt.open(paths["float"]))
+    few.pop("extra")
+    tt.save(few, tmp_path / "few")
+    for said in spawn(differs, 2, paths, tmp_path):
+        assert len(said) == 8
+        for what, text in zip(
+            (
+                "emb.weight: is Affine(bits=8) torch.float32 on rank 0 and ScaledFloat(element=e4m3) torch.float32 on ",
+                " is torch.float32 on rank 0 and torch.bfloat16 on rank 1. Give all ranks the same checkpoint and arg",
+                "extra: is torch.float32 on rank 0 and missing on rank 1",
+                "optimizer: is stored on rank 0 and not stored on rank 1",
+            )
+            * 2,
+            said,
+            strict=True,
+        ):
+            assert what in text, text
 
 
 def dies(path):

@@ -13,12 +13,15 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate
 
 import torchtether as tt
 import torchtether.distributed
 from tests.distributed.nets import Tied, build, loaded, same_rows, step, tokens
 from tests.distributed.spawn import spawn
+from tests.distributed.training import whole
 from tests.testing.classes import Sixteenths
+from torchtether.distributed import transfers
 
 SCHEMES = {
     "float": None,
@@ -60,6 +63,7 @@ def saves(source, folder, mesh_shape=None):
         for i, options in enumerate(OPTIONS):
             tt.distributed.save(model, folder / f"{what} {i}", **options)
         tt.distributed.save(model, folder / f"{what}.safetensors")
+        tt.distributed.save(model.state_dict(), folder / f"{what} mapping")  # one DTensor for each tied name
         if rules is None:
             tt.distributed.save(model.state_dict(keep_vars=True), folder / "mapping")
             with torch.no_grad():
@@ -97,6 +101,7 @@ def test_the_files_are_those_of_one_process(source, tmp_path, world, mesh):
             assert equal_folders(tmp_path / f"{what} {i}", tmp_path / "wanted" / f"{what} {i}") == []
         tt.save(model, tmp_path / "wanted.safetensors")
         assert (tmp_path / f"{what}.safetensors").read_bytes() == (tmp_path / "wanted.safetensors").read_bytes()
+        assert equal_folders(tmp_path / f"{what} mapping", tmp_path / f"{what} 0") == []
     assert equal_folders(tmp_path / "mapping", tmp_path / "float 0") == []
     assert not (tmp_path / "nothing").exists()
 
@@ -120,6 +125,22 @@ def test_masters_are_left_out_on_request(source, tmp_path):
             assert found["emb.weight"].parts.keys() == wanted["emb.weight"].parts.keys()
             assert all(torch.equal(p, wanted["emb.weight"].parts[n]) for n, p in found["emb.weight"].parts.items())
             assert ("master" in found["emb.weight"].parts) == (masters == "keep")
+
+
+def saves_few_rows(folder):
+    for scheme in (None, "int8"):
+        model = nn.Sequential(nn.Embedding(2, 8), nn.Linear(8, 2, bias=False))
+        model[1].weight = model[0].weight
+        if scheme:
+            tt.quantize(model, {"0.weight": scheme}).requires_grad_(False)
+        tt.distributed.save(fully_shard(model).state_dict(), folder / str(scheme))
+    return True
+
+
+def test_a_rank_without_rows_sees_the_ties_of_a_state_dict(tmp_path):
+    spawn(saves_few_rows, 3, tmp_path)
+    for scheme in ("None", "int8"):
+        assert [tie.names for tie in tt.open(tmp_path / scheme).ties] == [("0.weight", "1.weight")]
 
 
 def test_without_a_process_group_it_is_tt_save(source, tmp_path):
@@ -173,6 +194,87 @@ def test_training_resumes_on_another_number_of_ranks(source, tmp_path):
     for world in (3, 1):
         for found, _ in spawn(resume, world, tmp_path):
             torch.testing.assert_close(found, [wanted, wanted], rtol=1e-4, atol=0)  # other sums
+
+
+class Factored(torch.optim.Optimizer):
+    """Adafactor's shape: a second moment for each row, sharded like the rows, and one for each column, on all ranks."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self):
+        for param in self.param_groups[0]["params"]:
+            new = {"row": param.grad.square().mean(-1, keepdim=True), "column": param.grad.square().mean(0)}
+            new["column"] = new["column"].redistribute(placements=[Replicate()])
+            state = self.state[param]
+            state.update({key: state[key].lerp(value, 0.5) if key in state else value for key, value in new.items()})
+            param.sub_(param.grad / (state["row"] * state["column"]).sqrt().add(1e-3), alpha=0.1)
+
+
+def _factored():
+    torch.manual_seed(0)
+    model = fully_shard(nn.Sequential(nn.Linear(4, 7, bias=False), nn.Linear(7, 2, bias=False)))
+    return model, Factored(model.parameters())
+
+
+def _factored_step(model, optimizer):
+    model(torch.arange(12.0).view(3, 4)).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return [whole(param).flatten().tolist() for param in model.parameters()]
+
+
+def begin_factored(folder):
+    model, optimizer = _factored()
+    for _ in range(2):
+        _factored_step(model, optimizer)
+    for format in ("safetensors", "dcp"):
+        tt.distributed.save(model, folder / format, format=format, optimizer=optimizer)
+    return _factored_step(model, optimizer)
+
+
+def resume_factored(folder):
+    found = []
+    for format in ("safetensors", "dcp"):
+        model, optimizer = _factored()
+        tt.distributed.load(model, folder / format, optimizer=optimizer)
+        found.append(_factored_step(model, optimizer))
+    return found
+
+
+def test_state_of_another_shape_than_its_parameter_resumes(tmp_path):
+    wanted = spawn(begin_factored, 2, tmp_path)[0]
+    for world in (2, 3, 1):
+        for found in spawn(resume_factored, world, tmp_path):
+            torch.testing.assert_close(found, [wanted, wanted], rtol=1e-5, atol=1e-6)
+
+
+def _two(lr):
+    model = Tied(5)
+    rest = [param for param in model.parameters() if param is not model.emb.weight]
+    return model, [torch.optim.AdamW([model.emb.weight], lr=lr), torch.optim.SGD(rest, lr=lr, momentum=0.9)]
+
+
+@pytest.mark.parametrize("format", ["safetensors", "dcp"])
+def test_several_optimizers_are_stored_one_after_the_other(tmp_path, format):
+    model, optimizers = _two(0.1)
+    model(torch.arange(5)).sum().backward()
+    for one in optimizers:
+        one.step()
+    tt.distributed.save(model, tmp_path / "x", format=format, optimizer=optimizers)
+    again, others = _two(0.5)
+    tt.distributed.load(again, tmp_path / "x", optimizer=others)
+    for one, other in zip(optimizers, others, strict=True):
+        assert other.param_groups[0]["lr"] == 0.1
+        assert len(other.state) == len(one.state) > 0
+        torch.testing.assert_close([*other.state.values()], [*one.state.values()], rtol=0, atol=0)
+    with pytest.raises(tt.LoadError, match="has 2 groups of 9 parameters, the optimizer has 1 of 1"):
+        tt.distributed.load(again, tmp_path / "x", optimizer=others[:1])
+    both = [*others, torch.optim.SGD([again.emb.weight])]
+    with pytest.raises(tt.OptimizerError, match=r"^emb\.weight: is in two optimizers"):
+        tt.distributed.save(again, tmp_path / "y", format=format, optimizer=both)
+    assert not (tmp_path / "y").exists()
 
 
 # -- torch.distributed.checkpoint -------------------------------------------------------------------------------------
@@ -419,3 +521,29 @@ def test_a_shard_without_memory_is_refused(tmp_path):
         assert len(said) == 3
         assert all("weight: its memory is freed or fake" in text for text in said[1:]), said
     assert list(tmp_path.iterdir()) == []
+
+
+def cannot_read(folder, rank, options):
+    """Save while the third shard that ``rank`` reads cannot be read; return what this rank says."""
+    model, stock, count = build(on_meta=False), transfers._bytes, [0]
+
+    def read(tensor):
+        count[0] += 1
+        if dist.get_rank() == rank and count[0] == 3:
+            raise MemoryError("no memory for a copy")
+        return stock(tensor)
+
+    transfers._bytes = read
+    try:
+        tt.distributed.save(model, folder / "x", **options)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+@pytest.mark.parametrize("options", OPTIONS[:2], ids=["one file", "shards"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_no_rank_waits_for_a_shard_that_cannot_be_read(tmp_path, rank, options):
+    said = spawn(cannot_read, 2, tmp_path, rank, options, timeout=20.0)
+    assert said[rank] == "MemoryError: no memory for a copy"
+    assert f"CheckpointError: rank {rank} failed: MemoryError: no memory for a copy" in said[1 - rank]
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]

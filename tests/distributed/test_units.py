@@ -97,6 +97,15 @@ def test_faults_name_what_cannot_be_sharded():
     assert "nothing.weight: is not in the model" in declared.faults[0]
 
 
+def test_blocks_under_torch_compile_are_units():
+    model = models.GPT()
+    for i, layer in enumerate(model.layers):
+        model.layers[i] = torch.compile(layer, backend="eager")
+    plan = plan_units(model, "layers.*", mesh=2)
+    assert not plan.faults
+    assert [unit.label for unit in plan.units] == ["layers.0", "layers.1", "root"]
+
+
 def test_declared_ties_are_planned_before_they_hold():
     model = models.GPT()
     model.head.weight = nn.Parameter(model.head.weight.detach().clone())
@@ -113,7 +122,7 @@ def test_schemes_that_cut_a_block_are_faults_with_a_way_out():
     assert "0.weight" in fault
     assert "multiple of 128 rows" in fault
     flat = nn.Sequential(nn.Linear(256, 640, bias=False))
-    tt.quantize(flat, {"0.weight": tt.nf4(double_quant=True)})
+    tt.quantize(flat, {"0.weight": tt.nf4(double_quant=True)}).requires_grad_(False)  # an offset for all rows
     assert not plan_units(flat, nn.Linear, mesh=5).faults  # 128 rows each, whole blocks of 64 rows
     assert "multiple of 64 rows" in plan_units(flat, nn.Linear, mesh=8).faults[0]
 

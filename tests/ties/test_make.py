@@ -178,6 +178,25 @@ def test_a_deepcopy_passes_and_a_split_copy_fails():
         check_ties(model)
 
 
+def test_a_module_around_or_inside_may_have_other_names():
+    """While the tie is live the record need not have its names; once it is gone, the record says so."""
+    model = _wrapped(two_way(), "emb.weight")
+    model["head"].weight = model["emb"].weight
+    outer = nn.ModuleDict({"inner": model, "other": nn.Linear(2, 2)})
+    check_ties(outer)
+    assert recorded_ties(outer) == ()
+    tt.tie(outer, "inner.emb.weight", "inner.head.weight")  # renews the record
+    assert [str(record) for record in recorded_ties(outer)] == ["inner.emb.weight = inner.head.weight"]
+    check_ties(outer)
+    check_ties(model)
+    for part in (nn.ModuleDict({"emb": model["emb"]}), nn.ModuleList([model["emb"], model["emb"], model["head"]])):
+        with pytest.raises(tt.TieError, match=r"^inner\.emb\.weight: is not in the model, but in a tie record"):
+            check_ties(part)
+    model["head"].weight = nn.Parameter(model["head"].weight.detach().clone())
+    with pytest.raises(tt.TieError, match=r"^inner\.emb\.weight: is not in the model, but in a tie record"):
+        check_ties(model)
+
+
 def test_an_alias_that_the_record_does_not_know():
     model = _wrapped(two_way(), "emb.weight")
     model["head"].weight = model["emb"].weight

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
@@ -30,7 +31,17 @@ from ..ties.names import named_tensors
 from ..torch_private.fsdp2 import fsdp2_states, offloaded_parameters, renew_shards
 from .optimizers import OptimizerLoad
 from .ranks import Ranks
-from .shadows import box_of, device_of, local_shadow, reshard, sharded_tensors, stand_in, whole_shadow, with_local
+from .shadows import (
+    box_of,
+    check_unwrapped,
+    device_of,
+    local_shadow,
+    reshard,
+    sharded_tensors,
+    stand_in,
+    whole_shadow,
+    with_local,
+)
 
 
 def load(
@@ -71,9 +82,11 @@ def load(
 
     Raises:
         CheckpointError: a file is absent or damaged.
-        LoadError: the checkpoint does not fit the model, rows cut a block, or another rank failed.
+        LoadError: the checkpoint does not fit the model, rows cut a block, another rank failed, or ranks would load
+            different schemes or dtypes.
         OptimizerError: the optimizer belongs to another model.
-        ConversionError: something holds a parameter that must be exchanged, such as FSDP2 after its first forward.
+        ConversionError: something holds a parameter that must be exchanged, such as FSDP2 after its first forward; or
+            the model is under DDP or FSDP1.
 
     >>> import torch, torchtether as tt, tempfile
     >>> from torchtether import distributed
@@ -90,10 +103,13 @@ def load(
         with ranks.all_or_none(LoadError):
             model = as_module(model)
             check_path(path)
+            check_unwrapped(model, "load")
             reshard(model)
             is_sharded = bool(sharded_tensors(model))
             work = (_Sharded if is_sharded else _Whole)(model, path, options, optimizer)
             state = OptimizerLoad.find(model, optimizer, Path(path))
+        stored = {} if optimizer is None else {"optimizer": "not stored" if state is None else "stored"}
+        _check_alike(ranks, work.outcome | stored)
         with ranks.all_or_none(LoadError):
             report = work.read(progress)
         with ranks.all_or_none(LoadError):
@@ -106,6 +122,30 @@ def load(
         for one in (work, state):
             if one is not None:
                 one.close()
+
+
+def _outcome(draft: Draft) -> dict[str, str]:
+    """Return what each name of the model becomes: its scheme and dtype, or missing."""
+    made = dict.fromkeys(draft.missing, "missing")
+    for step in draft.steps:
+        made |= dict.fromkeys(step.component.names, f"{step.scheme or ''} {step.dtype}".strip())
+    return made
+
+
+def _check_alike(ranks: Ranks, outcome: Mapping[str, str]) -> None:
+    """Raise LoadError on every rank if ranks have different outcomes for a name. Their models may differ."""
+    if len(set(ranks.gather(hashlib.sha256(repr(sorted(outcome.items())).encode()).hexdigest()))) == 1:
+        return
+    first: dict[str, tuple[str, int]] = {}
+    for rank, found in enumerate(ranks.gather(outcome)):
+        for name, what in found.items():
+            before, other = first.setdefault(name, (what, rank))
+            if what != before:
+                raise LoadError(
+                    f"is {before} on rank {other} and {what} on rank {rank}",
+                    name=name,
+                    fix="Give all ranks the same checkpoint and arguments.",
+                )
 
 
 def find_boxes(held: Mapping[str, Tensor], draft: Draft) -> tuple[dict[str, Box], list[str]]:
@@ -127,6 +167,7 @@ class _Whole:
 
     def __init__(self, model: nn.Module, path: Path | str, options: LoadOptions, optimizer: Any) -> None:
         self._plan = make_plan(model, path, options, optimizer)
+        self.outcome = _outcome(self._plan.draft)
         try:
             self._plan.check()
         except BaseException:
@@ -154,6 +195,7 @@ class _Sharded:
         self._held = named_tensors(model)
         self._part = stand_in(model, local_shadow)
         whole = make_plan(stand_in(model, whole_shadow, views=True), path, options)
+        self.outcome = _outcome(whole.draft)
         try:
             boxes, faults = self._boxes(whole)
             draft = restrict(whole.draft, self._part, boxes, self._place, faults)

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
+from torch.optim import Optimizer
 
 from .._checks import describe
 from ..errors import CheckpointError, LoadError, OptimizerError
-from ..exchange.optimizer_state import check_belongs
+from ..exchange.optimizer_state import Optimizers, check_belongs, optimizers_of
 from ..files import OPTIMIZER, DcpFile, Store, is_dcp, is_folder
 from ..geometry.views import View, contiguous_stride
+from ..renaming.pieces import Range
 from ..ties.names import named_tensors
 from .shadows import box_of, local_of, with_local
 
@@ -27,19 +30,21 @@ _LIMIT = 2**26  # bytes of text
 _PLAIN = (bool, int, float, str, type(None))
 
 
-def optimizer_tensors(model: nn.Module | Mapping[str, Tensor], optimizer: Any) -> dict[str, Tensor]:
+def optimizer_tensors(model: nn.Module | Mapping[str, Tensor], optimizer: Optimizers) -> dict[str, Tensor]:
     """Return the tensors of ``optimizer``'s state by ``parameter.key``; all else is JSON in bytes, under ``groups``.
 
-    A tied parameter has one entry, under its first name. Raises OptimizerError if the optimizer is another model's,
-    CheckpointError for a value that JSON cannot represent.
+    A tied parameter has one entry, under its first name; several optimizers have their groups one after the other.
+    Raises OptimizerError if an optimizer is another model's, or two hold one parameter, CheckpointError for a value
+    that JSON cannot represent.
     """
     if not isinstance(model, nn.Module):
         what = f"its state can be saved only with a module, and the model is {describe(model)}"
         raise CheckpointError(what, name="optimizer", fix="Give the module.")
-    names = _names(model, optimizer)
+    optimizers = optimizers_of(optimizer)
+    names = _names(model, optimizers)
     made: dict[str, Tensor] = {}
     groups, state = [], {}
-    for i, group in enumerate(optimizer.param_groups):
+    for i, (one, group) in enumerate(_groups(optimizers)):
         entry = {"params": [names[id(param)] for param in group["params"]]}
         for key, value in group.items():
             if key != "params":
@@ -47,8 +52,8 @@ def optimizer_tensors(model: nn.Module | Mapping[str, Tensor], optimizer: Any) -
         groups.append(entry)
         for param in group["params"]:
             name = names[id(param)]
-            held = optimizer.state.get(param, {})
-            state[name] = {key: _jsonable(value, f"{name}.{key}", made) for key, value in held.items()}
+            held = one.state.get(param, {})
+            state[name] = {key: _jsonable(value, f"{name}.{key}", made, param) for key, value in held.items()}
     text = json.dumps({"v": 1, "groups": groups, "state": state})
     made[_GROUPS] = as_bytes(text)
     return made
@@ -59,11 +64,19 @@ def as_bytes(text: str) -> Tensor:
     return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
 
 
-def _jsonable(value: Any, key: str, made: dict[str, Tensor]) -> Any:
-    """Return ``value`` as a JSON value; a tensor is put into ``made`` under ``key`` and becomes a reference to it."""
+def _jsonable(value: Any, key: str, made: dict[str, Tensor], param: Tensor | None = None) -> Any:
+    """Return ``value`` as a JSON value; a tensor is put into ``made`` under ``key`` and becomes a reference to it.
+
+    The reference to a DTensor says whether its rows are sharded with those of ``param``, or it is whole on each rank.
+    """
     if isinstance(value, Tensor):
         made[key] = value
-        return {"tensor": key}
+        dims = {getattr(p, "dim", p) for p in value.placements} if isinstance(value, DTensor) else {None}
+        dims -= {Replicate()}
+        if not dims:
+            return {"tensor": key, "rows": False}
+        is_by_rows = dims == {0} and param is not None and value.shape[0] == param.shape[0]
+        return {"tensor": key, "rows": True} if is_by_rows else {"tensor": key}
     items = value if isinstance(value, (list, tuple)) else [value]
     if not all(isinstance(item, _PLAIN) for item in items):
         what = f"is {describe(value)}, which the state of an optimizer cannot store"
@@ -74,8 +87,8 @@ def _jsonable(value: Any, key: str, made: dict[str, Tensor]) -> Any:
 class OptimizerLoad:
     """Load an optimizer's state from a checkpoint: the constructor checks, ``read`` reads, ``finish`` assigns."""
 
-    def __init__(self, model: nn.Module, optimizer: Any, source: DcpFile | Store) -> None:
-        self._model, self._optimizer, self._source = model, optimizer, source
+    def __init__(self, model: nn.Module, optimizer: Optimizers, source: DcpFile | Store) -> None:
+        self._model, self._optimizers, self._source = model, optimizers_of(optimizer), source
         try:
             self._tensors = source.header.tensors
             self._groups, self._state = self._described()
@@ -85,7 +98,7 @@ class OptimizerLoad:
             raise
 
     @staticmethod
-    def find(model: nn.Module, optimizer: Any, path: Path) -> OptimizerLoad | None:
+    def find(model: nn.Module, optimizer: Optimizers, path: Path) -> OptimizerLoad | None:
         """Return the load of the state stored with the checkpoint at ``path``; ``None`` if it has none."""
         if optimizer is None:
             return None
@@ -112,6 +125,7 @@ class OptimizerLoad:
             wanted = [name for group in groups for name in group["params"]]
             assert found["v"] == 1
             assert all(isinstance(name, str) for name in wanted)
+            assert state.keys() <= set(wanted)
             assert all(isinstance(entries, dict) for entries in state.values())
         except Exception as error:
             raise CheckpointError(
@@ -127,7 +141,7 @@ class OptimizerLoad:
 
     def _check(self) -> None:
         """Raise LoadError unless the groups have the optimizer's parameters, CheckpointError if a tensor is absent."""
-        names, here = _names(self._model, self._optimizer), self._optimizer.param_groups
+        names, here = _names(self._model, self._optimizers), [group for _, group in _groups(self._optimizers)]
         stored = [sorted(group["params"]) for group in self._groups]
         held = [sorted(names[id(param)] for param in group["params"]) for group in here]
         if stored != held:
@@ -173,46 +187,86 @@ class OptimizerLoad:
     def _value(self, entry: Any, param: Tensor | None, group: Mapping[str, Any]) -> Any:
         """Return the value of ``entry``.
 
-        A tensor of the shape of ``param`` is sharded like it, and on its device; any other tensor is read whole.
+        A tensor of the shape of ``param`` is sharded like it, and on its device; any other tensor is read whole, or by
+        the rows of ``param`` if it was sharded by them.
         """
         if "tensor" not in entry:
             return tuple(entry["value"]) if entry.get("tuple") else entry["value"]
         key = entry["tensor"]
         stored = self._tensors[key]
         is_like = param is not None and stored.shape == tuple(param.shape) and len(stored.shape) > 0
+        if isinstance(param, DTensor) and not is_like and type(entry.get("rows")) is bool:
+            return self._placed(key, param, by_rows=entry["rows"])
         if not is_like or param is None:
             self._nbytes += stored.nbytes
             on_device = any((group.get(flag) or {}).get("value") for flag in ("capturable", "fused"))
             value = self._source.read(key)
             return value.to(param.device) if on_device and param is not None else value
-        box = box_of(param) if isinstance(param, DTensor) else tuple((0, size) for size in stored.shape)
+        local = self._read(key, box_of(param) if isinstance(param, DTensor) else [(0, size) for size in stored.shape])
+        if isinstance(param, DTensor):
+            return with_local(param, local.to(local_of(param).device))
+        return local.to(param.device)
+
+    def _placed(self, key: str, param: DTensor, *, by_rows: bool) -> Tensor:
+        """Return ``key`` on the mesh of ``param``: sharded ``by_rows`` like it, or whole on each rank."""
+        shape = self._tensors[key].shape
+        box = [(0, size) for size in shape]
+        by_rows = by_rows and shape[:1] == tuple(param.shape[:1])
+        if by_rows:
+            box[0] = box_of(param)[0]
+        local = self._read(key, box).to(local_of(param).device)
+        placements = [p if by_rows and getattr(p, "dim", None) == 0 else Replicate() for p in param.placements]
+        return DTensor.from_local(
+            local,
+            param.device_mesh,
+            placements,
+            run_check=False,
+            shape=torch.Size(shape),
+            stride=contiguous_stride(shape),
+        )
+
+    def _read(self, key: str, box: Sequence[Range]) -> Tensor:
+        """Return the elements ``box`` of the stored tensor ``key``; count their bytes."""
+        stored = self._tensors[key]
         stride = contiguous_stride(stored.shape)
         offset = sum(start * step for (start, _), step in zip(box, stride, strict=True))
         size = tuple(stop - start for start, stop in box)
         local = self._source.read_view(key, View(stored.dtype, size, stride, offset))
         self._nbytes += local.nbytes
-        if isinstance(param, DTensor):
-            return with_local(param, local.to(local_of(param).device))
-        return local.to(param.device)
+        return local
 
     def finish(self) -> None:
         """Give the optimizer the state and the options of the checkpoint."""
-        tensors = named_tensors(self._model)
-        for name, entries in self._made.items():
-            self._optimizer.state[tensors[name]] = entries
-            if not entries:
-                del self._optimizer.state[tensors[name]]
-        for group, options in zip(self._optimizer.param_groups, self._options, strict=True):
+        names = _names(self._model, self._optimizers)
+        for (one, group), options in zip(_groups(self._optimizers), self._options, strict=True):
             group.update(options)
+            for param in group["params"]:
+                entries = self._made.get(names[id(param)])
+                if entries:
+                    one.state[param] = entries
+                elif entries is not None:
+                    one.state.pop(param, None)
 
 
-def _names(model: nn.Module, optimizer: Any) -> dict[int, str]:
-    """Return the first name of each tensor by ``id``; raise OptimizerError if the optimizer holds other tensors."""
+def _groups(optimizers: Iterable[Optimizer]) -> Iterator[tuple[Optimizer, dict[str, Any]]]:
+    """Yield every group of parameters with its optimizer."""
+    return ((one, group) for one in optimizers for group in one.param_groups)
+
+
+def _names(model: nn.Module, optimizers: tuple[Optimizer, ...]) -> dict[int, str]:
+    """Return the first name of each tensor by ``id``.
+
+    Raises OptimizerError if the optimizers hold other tensors, or two of them hold one.
+    """
     names: dict[int, str] = {}
     for name, tensor in named_tensors(model).items():
         names.setdefault(id(tensor), name)
-    check_belongs(model, [optimizer])
-    strangers = [param for group in optimizer.param_groups for param in group["params"] if id(param) not in names]
+    check_belongs(model, optimizers)
+    held = [param for _, group in _groups(optimizers) for param in group["params"]]
+    for key, count in Counter(map(id, held)).items():
+        if count > 1 and key in names:
+            raise OptimizerError("is in two optimizers", name=names[key], fix="Save the state of one of them.")
+    strangers = [param for param in held if id(param) not in names]
     if strangers:
         shapes = ", ".join(str(tuple(param.shape)) for param in strangers[:4])
         raise OptimizerError(

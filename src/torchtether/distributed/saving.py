@@ -46,8 +46,8 @@ def save(
     save in shards (``max_shard_size``) are written in parallel, each by one rank. The other ranks send it their rows,
     one tensor at a time. A tensor that is not sharded is written as the first rank holds it.
 
-    With ``optimizer`` its state is stored too, in the folder ``optimizer`` beside the model's files, once for a tied
-    parameter; ``tt.distributed.load(..., optimizer=)`` restores it, on any number of ranks.
+    With ``optimizer`` (one, or several) its state is stored too, in the folder ``optimizer`` beside the model's files,
+    once for a tied parameter; ``tt.distributed.load(..., optimizer=)`` restores it, on any number of ranks.
 
     ``format="dcp"`` writes ``tt.distributed.state_dict`` to a new folder by ``torch.distributed.checkpoint``, each rank
     its own rows. ``tt.load`` and ``tt.open`` read it too.
@@ -58,6 +58,7 @@ def save(
     Raises:
         CheckpointError: as ``tt.save``; the ranks hold different tensors; or another rank failed.
         TieError, SchemeError: as ``tt.save``.
+        ConversionError: the model is under DDP or FSDP1.
 
     >>> import torch, torchtether as tt, tempfile
     >>> from torchtether import distributed
@@ -180,6 +181,7 @@ class _Save:
                 error = first
             for _ in steps:  # other writers wait for this rank's rows, even if it failed
                 pass
+        error = error or self._transfers.error
         if error is not None:
             raise error
         opened.sync()

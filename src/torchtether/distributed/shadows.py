@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn.parameter import is_lazy
 
 from ..checkpoint.saver import as_saved
-from ..errors import CheckpointError
+from ..errors import CheckpointError, ConversionError
 from ..geometry.blocks import STOCK, is_strided
 from ..geometry.views import Shape
 from ..renaming.pieces import Range
@@ -21,6 +21,8 @@ from ..ties.names import named_tensors
 from ..torch_private.fsdp2 import local_shape_and_offset
 from ..torch_private.modules import set_tables, tables_of
 from ..torch_private.tensors import storage_id
+from ..weights.ops.padding import mark_shard
+from ..weights.ops.rows import shared_by_rows
 from ..weights.weight import Weight
 from .views import has_views, register_views, spread, viewed_owners
 
@@ -28,6 +30,23 @@ from .views import has_views, register_views, spread, viewed_owners
 def sharded_tensors(model: nn.Module | Mapping[str, Tensor]) -> dict[str, DTensor]:
     """Return every DTensor of ``model`` under every name that it has."""
     return {name: tensor for name, tensor in named_tensors(model).items() if isinstance(tensor, DTensor)}
+
+
+def check_unwrapped(model: nn.Module, verb: str) -> None:
+    """Raise ConversionError if a module of ``model`` is DistributedDataParallel or FSDP1."""
+    for path, module in model.named_modules():
+        if isinstance(module, nn.parallel.DistributedDataParallel):
+            raise ConversionError(
+                f"cannot {verb} under DistributedDataParallel, which adds 'module.' to all names",
+                name=path,
+                fix="Give the module inside it.",
+            )
+        if isinstance(module, FullyShardedDataParallel):
+            raise ConversionError(
+                f"cannot {verb} under FullyShardedDataParallel (FSDP1), whose flat parameters own the memory",
+                name=path,
+                fix="Use fully_shard in its place, on the plain module.",
+            )
 
 
 def reshard(model: nn.Module) -> None:
@@ -82,6 +101,8 @@ def device_of(mesh: DeviceMesh) -> torch.device:
 
 def with_local(tensor: DTensor, local: Tensor) -> Tensor:
     """Return a DTensor like ``tensor`` with the local tensor ``local``, of any dtype and device."""
+    if isinstance(local, Weight) and local.shape != tensor.shape:
+        mark_shard(local, shared_by_rows(local))
     with torch.no_grad():
         return DTensor.from_local(
             local,
@@ -197,11 +218,13 @@ class Shadowed:
         self.model = model = as_saved(model)
         self.shadow: nn.Module | Mapping[str, Tensor]
         if isinstance(model, nn.Module):
+            check_unwrapped(model, "save")
             reshard(model)
             self.shadow = stand_in(model, whole_shadow, views=True)
         else:
-            again = {id(tensor): whole_shadow(tensor) for tensor in model.values() if isinstance(tensor, DTensor)}
-            self.shadow = {name: again.get(id(tensor), tensor) for name, tensor in model.items()}
+            keys = {name: _local_memory(tensor) for name, tensor in model.items() if isinstance(tensor, DTensor)}
+            made = {key: whole_shadow(model[name]) for name, key in keys.items()}
+            self.shadow = {name: made[keys[name]] if name in keys else tensor for name, tensor in model.items()}
         self.sharded = sharded_tensors(model)
         """Every DTensor of the model, under each of its names."""
         seen = named_tensors(self.shadow)
@@ -227,6 +250,19 @@ class Shadowed:
         """Return the tensor of which ``tensor`` is the shadow, or ``tensor`` itself. Raises what ``name`` does."""
         name = self.name(tensor)
         return tensor if name is None else self.sharded[name]
+
+
+def _local_memory(tensor: DTensor) -> Hashable:
+    """Return a key that DTensors over one local memory share: ``state_dict()`` makes a DTensor for each tied name.
+
+    Storage objects are compared, not addresses: a rank without rows, too, must see the tie.
+    """
+    local = local_of(tensor)
+    parts = tuple(local.parts.values()) if isinstance(local, Weight) else (local,)
+    if not all(map(is_strided, parts)):
+        return id(tensor)
+    places = tuple((storage_id(part), part.storage_offset(), part.shape, part.stride()) for part in parts)
+    return tensor.device_mesh, tensor.placements, tensor.shape, places
 
 
 def _memory_of(tensor: Tensor) -> int:

@@ -44,6 +44,8 @@ class Transfers:
     def __init__(self, ranks: Ranks, sharded: Mapping[str, DTensor], boxes: Sequence[Boxes]) -> None:
         self._ranks, self._sharded, self._boxes = ranks, sharded, boxes
         self._device = _device(ranks)
+        self.error: Exception | None = None
+        """The first error of reading a shard of this rank. Zeros took its place, so that no rank waits."""
 
     def run(self, wanted: Sequence[Sequence[Item]]) -> Iterator[tuple[Item, Tensor] | None]:
         """Yield the items that ``wanted`` lists for this rank, one after the other, each with its tensor on the CPU.
@@ -71,11 +73,10 @@ class Transfers:
                         made[role] = out
                     for rank, region in self._sources(item, role):
                         if rank == me:
-                            held = self._held(item, role).detach()
+                            kept.append(self._shard(item, role, whole[region]))
                             if out is not None:
-                                copyable(out[region]).copy_(copyable(held))
+                                landed.append((out[region], kept[-1]))
                             else:
-                                kept.append(_bytes(held).to(self._device))
                                 flights.append(dist.isend(kept[-1], group=self._ranks.group, group_dst=writer))
                         elif out is not None:
                             place = out[region]
@@ -101,6 +102,14 @@ class Transfers:
         if isinstance(mine.shadow, Weight):
             return mine, Weight(made, mine.shadow.spec)
         return mine, made[""]
+
+    def _shard(self, item: Item, role: str, shadow: Tensor) -> Tensor:
+        """Return the bytes of this rank's shard of the part ``role`` of ``item``; if that fails, as many zeros."""
+        try:
+            return _bytes(self._held(item, role).detach()).to(self._device)
+        except Exception as error:
+            self.error = self.error or error
+            return torch.zeros(shadow.nbytes, dtype=torch.uint8, device=self._device)
 
     def _held(self, item: Item, role: str) -> Tensor:
         """Return this rank's shard of the part ``role`` of ``item``; a plain tensor has the one part ``""``."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -24,6 +25,7 @@ from ..weights.spec import Tie
 from ..weights.weight import Weight
 from .grouping import ROOT, Grouping, Key, Policy, TiedNames
 from .memory import UnitParameter
+from .shadows import check_unwrapped
 from .unit_plan import Unit, UnitPlan
 from .uses import Use, find_uses
 from .views import view_faults
@@ -60,6 +62,7 @@ def plan_units(
     Raises:
         RuleError: ``unit_types`` match no module, or the mesh has no size.
         ArgumentError: ``unit_types``, ``inputs`` or ``ties`` are something else.
+        ConversionError: the model is under DDP or FSDP1.
 
     >>> model = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 4), nn.Linear(4, 10, bias=False))
     >>> model[2].weight = model[0].weight
@@ -72,6 +75,7 @@ def plan_units(
         raise ArgumentError(f"is {describe(inputs)}, not a tuple or a mapping", name="inputs", fix=fix)
     if policy not in ("group", "root"):
         raise RuleError(f"policy={policy!r} is neither 'group' nor 'root'")
+    check_unwrapped(model, "plan")
     ranks, replicas = _sizes(mesh)
     wanted = _wanted(model, unit_types)
     tensors = named_tensors(model)
@@ -98,7 +102,7 @@ def plan_units(
     for unit in units:
         _check_unit(unit, ranks, faults, warnings)
     for module in wanted:
-        if type(module).forward is nn.Module.forward:
+        if type(module).forward is nn.Module.forward and "forward" not in vars(module):  # torch.compile sets it there
             path = next(path for path, other in model.named_modules() if other is module)
             faults.append(
                 f"{path}: a {type(module).__name__} has no forward, so FSDP2 never gathers it. Name its children."
@@ -293,9 +297,16 @@ def _parameter_faults(name: str, parameter: nn.Parameter, ranks: int) -> list[st
             f"{name}: {scheme} of shape {shape} is one row, which {ranks} ranks cannot share. Leave it unquantized."
         ]
     try:
-        cut = cut_block(scheme.layout(shape), shape, ranks)
+        layout = scheme.layout(shape)
+        cut = cut_block(layout, shape, ranks)
     except TetherError as error:
         return [f"{name}: {error}"]
+    one = next((role for role, part in layout.items() if part.span == 0 and math.prod(part.shape) == 1), None)
+    if one is not None and parameter.requires_grad and ranks > 1:
+        return [
+            f"{name}: {scheme} has one {one!r} for all rows, which {ranks} ranks cannot train, each with its own rows. "
+            "Freeze it, or quantize it with a scale per row."
+        ]
     if cut is None:
         return []
     part, multiple = cut

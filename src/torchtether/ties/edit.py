@@ -38,7 +38,10 @@ def tie(model: nn.Module, owner: str, alias: str, *, transpose: bool = False, ro
         check_known(name, tensors)
         _check_unmanaged(model, name, tensors[name])
     held, given = tensors[alias], tensors[owner]
-    if owner == alias or (held is given and not transpose and rows is None):
+    if owner == alias:
+        return
+    if held is given and not transpose and rows is None:
+        record_ties(model, (owner, alias))  # a module around this one, or cut from it, has other names
         return
     if isinstance(held, nn.Parameter) and not isinstance(given, nn.Parameter):
         raise TieError(f"is a parameter, {owner} is a buffer", name=alias, fix=how_to_tie(alias, owner))

@@ -12,6 +12,7 @@ from torch import nn
 
 from .._checks import as_module, describe
 from ..errors import ArgumentError, TieError
+from ..torch_private.tensors import local_or_itself
 from ..weights.spec import Tie
 from ..weights.weight import Weight
 from .components import Component, find_components, shared_components, tie_of
@@ -40,10 +41,22 @@ def find_ties(model: nn.Module) -> tuple[Tie, ...]:
 
 
 def recorded_ties(model: nn.Module) -> tuple[Tie, ...]:
-    """Return the ties that the model's Weights carry, each once, in module order."""
-    tensors = (getattr(t, "_local_tensor", t) for t in named_tensors(model).values())  # a shard carries the record, too
-    carried = (tensor.tie for tensor in tensors if isinstance(tensor, Weight))
-    return tuple(dict.fromkeys(tie for tie in carried if tie is not None))
+    """Return the ties that the model's Weights carry, each once, in module order.
+
+    A record that has the names of another module, around this one or inside it, is left out while its tie is live: the
+    Weights that carry it are one live tie of as many names.
+    """
+    tensors, carried = named_tensors(model), dict[Tie, list[str]]()
+    for name, tensor in tensors.items():
+        held = local_or_itself(tensor)  # a shard carries the record, too
+        if isinstance(held, Weight) and held.tie is not None:
+            carried.setdefault(held.tie, []).append(name)
+    renamed = [tie for tie, names in carried.items() if not tensors.keys() >= set(tie.names)]
+    live = {frozenset(component.names) for component in shared_components(model)} if renamed else set()
+    for tie in renamed:
+        if len(carried[tie]) == len(tie.names) and frozenset(carried[tie]) in live:
+            del carried[tie]
+    return tuple(carried)
 
 
 def as_ties(ties: object, name: str) -> tuple[Tie, ...]:
@@ -68,7 +81,8 @@ def record_ties(model: nn.Module, names: Iterable[str] | None = None) -> None:
 def check_ties(model: nn.Module, expected: Iterable[Tie] | None = None) -> None:
     """Raise TieError unless the live ties are those of ``expected``, or of the records that Weights carry.
 
-    With ``expected`` every other live tie is an error. Records are compared for the names in them only.
+    With ``expected`` every other live tie is an error. Records are compared for the names in them only; one with names
+    of another module, around this one or inside it, passes while its Weights are one live tie.
 
     Raises:
         TieError: the tie of a tensor, the first of which it names, is gone, new, or has another geometry.

@@ -29,6 +29,9 @@ def is_forwarded(state: Any) -> bool:
 def renew_shards(state: Any) -> None:
     """Make FSDP2 gather from the memory of the parameters that the module has now."""
     for param in _fsdp2_params(state):
+        local = getattr(param._module_info.module, param._module_info.param_name)._local_tensor
+        if type(local) is not Tensor and type(param._sharded_param_data) is Tensor:
+            param._sharded_param_data = local.view(-1)  # torch would compare addresses, which a wrapper has not
         param.reset_sharded_param()
 
 

@@ -255,7 +255,7 @@ class Weight(Exporting):
             if not held[name].is_meta and not same_bits(held[name], parts[name]):
                 raise UnsupportedOpError(
                     f"these rows share their part {name!r} with other rows of the Weight, and it would change",
-                    fix="Write the whole Weight, or use a scheme with a scale per row.",
+                    fix="Write the whole Weight (tt.refit writes a sharded one), or use a scheme with a scale per row.",
                 )
         for name, part in held.items():
             part.copy_(parts[name])

@@ -16,6 +16,7 @@ from ..dispatch import FOREIGN_WRITES, rule
 from ..products import decoding
 from ..spec import to_base
 from ..weight import Weight
+from .padding import is_shard, mark_shard, whole_of
 from .values import overloads
 
 aten = torch.ops.aten
@@ -170,7 +171,11 @@ def copy_(op: Any, held: Tensor, given: Tensor, non_blocking: bool = False) -> T
         op(held.values_of(), given.values_of() if isinstance(given, Weight) else given, non_blocking)
         return held
     if isinstance(given, Weight) and _same_geometry(given, held):
-        held.set_parts(given.parts)
+        target = held
+        if given._cut and (is_shard(held) or whole_of(held) is not held):  # each rank takes its rows of one Weight
+            mark_shard(whole_of(held), given._cut)
+            target = held.map(lambda part: part, cut=())
+        target.set_parts(given.parts)
         return held
     if isinstance(given, Weight) and given.spec.base == held.spec.base and given.spec.order == held.spec.order:
         adopted = held.scheme.adopt(given.scheme, given.parts, held.spec.base)

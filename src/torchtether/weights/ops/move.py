@@ -10,7 +10,7 @@ from torch import Tensor
 from ...errors import UnsupportedOpError
 from ..dispatch import refuse, rule
 from ..weight import Weight
-from .padding import copy_padding, keep_padding, whole_of
+from .padding import copy_padding, keep_padding, keep_shard, whole_of
 from .rows import first_rows
 
 aten = torch.ops.aten
@@ -45,7 +45,7 @@ def clone(op: Any, weight: Weight, *, memory_format: torch.memory_format | None 
     if weight.scheme.transparent:
         return weight.around(op(weight.values_of(), memory_format=memory_format))
     _check_format(weight, memory_format)
-    return weight.map(lambda part: op(part, memory_format=torch.contiguous_format), cut=())
+    return keep_shard(weight.map(lambda part: op(part, memory_format=torch.contiguous_format), cut=()), weight)
 
 
 @rule(aten._to_copy.default, kind="lifted")

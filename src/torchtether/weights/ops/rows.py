@@ -29,12 +29,10 @@ def first_rows(weight: Tensor, count: int) -> Tensor:
     else:
         base = (count, *weight.spec.base[1:])
         spec = weight.spec.shaped(base, tie=weight.tie)
-        made = weight.with_parts(
-            cut_rows(weight, 0, count), spec, cut=() if is_padded(weight) else shared_by_rows(weight)
-        )
-    if count == weight.shape[0]:
-        return keep_padding(made, weight)
-    return mark_rows(made, weight)
+        is_filled = is_padded(weight) and count  # where a rank has no rows, its copies of shared parts must not change
+        cut = weight._cut if is_filled else shared_by_rows(weight)
+        made = weight.with_parts(cut_rows(weight, 0, count), spec, cut=cut)
+    return mark_rows(made, weight) if is_padded(weight) or count < weight.shape[0] else keep_padding(made, weight)
 
 
 def cut_rows(weight: Weight, start: int, stop: int) -> dict[str, Tensor]:

@@ -16,12 +16,12 @@ from torch import Tensor
 
 from ...errors import UnsupportedOpError
 from ...geometry.views import Shape
-from ...schemes import Part, row_unit
+from ...schemes import Part, row_unit, same_bits
 from ...torch_private.tensors import local_or_itself
 from ..dispatch import HOOKS, refuse, rule
 from ..weight import Weight
-from .padding import keep_padding, mark_padded, whole_of
-from .rows import first_rows
+from .padding import keep_padding, mark_padded, mark_shard, whole_of
+from .rows import first_rows, shared_by_rows
 from .values import read
 
 aten = torch.ops.aten
@@ -172,11 +172,26 @@ def all_gather_into_tensor(op: Any, weight: Weight, group_size: int, group_name:
     elif not weight.spec.is_contiguous:
         raise UnsupportedOpError(f"a Weight of stride {weight.stride()} cannot be gathered by rows")
     else:
-        names = _cut_parts(weight)
-        made = _joined(
-            weight, {n: wait(op(_bytes(weight.parts[n]), group_size, group_name)) for n in names}, weight.dtype
-        )
+        gathered = {n: wait(op(_bytes(p), group_size, group_name)) for n, p in weight.parts.items()}
+        shared = {n: gathered.pop(n) for n in weight.parts.keys() - set(_cut_parts(weight))}
+        _check_shared(shared, group_size)
+        made = _joined(weight, gathered, weight.dtype)
     return mark_padded(made)
+
+
+def _check_shared(gathered: Mapping[str, Tensor], ranks: int) -> None:
+    """Raise UnsupportedOpError if the ranks have different copies of a part that all rows share.
+
+    Only ranks that wrote to their rows by themselves do: FSDP2 and ``distribute_tensor`` mark shards, which refuse it.
+    """
+    for name, given in gathered.items():
+        copies = given.view(ranks, -1)
+        has_values = type(given) is Tensor and not given.is_meta  # the compiler traces this, too
+        if has_values and not same_bits(copies, copies[:1].expand_as(copies)):
+            raise UnsupportedOpError(
+                f"the ranks have different values of the part {name!r}, which all rows of the Weight share",
+                fix="Load the same values on all ranks with tt.distributed.load or tt.refit.",
+            )
 
 
 def wait_tensor(op: Any, weight: Weight) -> Weight:
@@ -194,6 +209,8 @@ def scatter_(op: Any, outputs: list[Tensor], inputs: list[list[Tensor]], *args: 
         _, work = op([target], given, *args, **kwargs)
         dist.Work.unbox(work).wait()  # type: ignore[attr-defined]
         part.copy_(target.view(part.dtype).view(part.shape))
+    if sum(map(len, inputs)) != 1:  # one input: a group of one rank
+        mark_shard(_weight(held), shared_by_rows(_weight(held)))
     return outputs, work
 
 

@@ -165,10 +165,10 @@ def _rows(op: Any, weight: Weight, dim: int, start: int, stop: int) -> Weight:
     """Return rows ``start:stop`` of the base tensor, seen in the Weight's own order."""
     dim %= weight.dim()
     spec = weight.spec
-    if (start, stop) == (0, spec.shape[dim]):
-        return keep_padding(weight.map(aten.alias.default), weight)
     if is_padded(weight) and start == 0 == dim:
         return first_rows(weight, stop)  # type: ignore[return-value]
+    if (start, stop) == (0, spec.shape[dim]):
+        return keep_padding(weight.map(aten.alias.default), weight)
     if spec.order[dim] != 0 or (weight.dim() == 1 and any(p.span != 1 for p in _layout(weight) if p.span)):
         raise _cannot(op, weight, f"along dim {dim} cannot share its storage: the scheme works along that dimension")
     base = (stop - start, *spec.base[1:])
