@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 
 from ..checkpoint.saver import Aliases, HeldGroup, Masters, check_values, plan_groups
 from ..errors import CheckpointError
+from ..exchange.optimizer_state import Optimizers
 from ..files import KEY, OPTIMIZER, Record, new_folder, part_key
 from ..formats import native
 from ..geometry.views import Shape, contiguous_stride
@@ -28,7 +28,7 @@ from .shadows import Shadowed, box_of, local_of, with_local
 
 def state_dict(
     model: nn.Module | Mapping[str, Tensor],
-    optimizer: Optimizer | None = None,
+    optimizer: Optimizers = None,
     *,
     aliases: Aliases = "drop",
     masters: Masters = "keep",
@@ -70,7 +70,7 @@ def save_dcp(
     ranks: Ranks,
     model: nn.Module | Mapping[str, Tensor],
     path: Path,
-    optimizer: Optimizer | None,
+    optimizer: Optimizers,
     aliases: Aliases,
     masters: Masters,
 ) -> None:

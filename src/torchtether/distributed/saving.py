@@ -11,12 +11,12 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 
 from .._checks import check_callable, check_path
 from ..checkpoint.saver import Aliases, HeldGroup, Masters, as_saved, check_values, plan_groups
 from ..checkpoint.writer import FilePlan, ShardGroup, check_keys, check_target, plan_files, write_shard
 from ..errors import CheckpointError
+from ..exchange.optimizer_state import Optimizers
 from ..files import FolderChange, beside, folder_for, put_in_place
 from ..formats import Contained, Writable, writable
 from ..progress import Progress, ticking
@@ -35,7 +35,7 @@ def save(
     aliases: Aliases = "drop",
     masters: Masters = "keep",
     max_shard_size: int | str | None = None,
-    optimizer: Optimizer | None = None,
+    optimizer: Optimizers = None,
     progress: Progress = None,
     process_group: Any = None,
 ) -> None:
