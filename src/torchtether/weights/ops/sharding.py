@@ -185,7 +185,7 @@ def _check_shared(gathered: Mapping[str, Tensor], ranks: int) -> None:
     Only ranks that wrote to their rows by themselves do: FSDP2 and ``distribute_tensor`` mark shards, which refuse it.
     """
     for name, given in gathered.items():
-        copies = given.view(ranks, -1)
+        copies = given.view(ranks, given.numel() // ranks)
         has_values = type(given) is Tensor and not given.is_meta  # the compiler traces this, too
         if has_values and not same_bits(copies, copies[:1].expand_as(copies)):
             raise UnsupportedOpError(
