@@ -124,7 +124,7 @@ def find_boxes(held: Mapping[str, Tensor], draft: Draft) -> tuple[dict[str, Box]
 class _Whole:
     """Load a model without sharded tensors, as one process does."""
 
-    def __init__(self, model: nn.Module, path: Path | str, options: LoadOptions, optimizer: Any) -> None:
+    def __init__(self, model: nn.Module, path: Path | str, options: LoadOptions, optimizer: Optimizers) -> None:
         self._plan = make_plan(model, path, options, optimizer)
         try:
             self._plan.check()
@@ -147,7 +147,7 @@ class _Whole:
 class _Sharded:
     """Load a model with DTensors: plan on a shadow of whole tensors, read into a shadow of the local tensors."""
 
-    def __init__(self, model: nn.Module, path: Path | str, options: LoadOptions, optimizer: Any) -> None:
+    def __init__(self, model: nn.Module, path: Path | str, options: LoadOptions, optimizer: Optimizers) -> None:
         self._model, self._optimizer = model, optimizers_of(optimizer)
         check_belongs(model, self._optimizer)
         self._held = named_tensors(model)
