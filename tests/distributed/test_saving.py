@@ -120,6 +120,21 @@ def test_masters_are_left_out_on_request(source, tmp_path):
             assert ("master" in found["emb.weight"].parts) == (masters == "keep")
 
 
+def test_the_state_of_one_optimizer_is_stored(tmp_path):
+    model = Tied(101)
+    optimizers = [torch.optim.SGD(model.emb.parameters(), momentum=0.9), torch.optim.SGD(model.body.parameters())]
+    for save in (tt.distributed.save, lambda *args, **options: tt.distributed.save(*args, format="dcp", **options)):
+        with pytest.raises(tt.ArgumentError, match="^optimizer: there are 2, and a checkpoint has the state of one"):
+            save(model, tmp_path / "several", optimizer=optimizers)
+    step(model, optimizers[0])
+    tt.distributed.save(model, tmp_path / "one", optimizer=optimizers[:1])
+    with pytest.raises(tt.ArgumentError, match="^optimizer: there are 2, and a checkpoint has the state of one"):
+        tt.distributed.load(model, tmp_path / "one", optimizer=(one for one in optimizers))
+    wanted = optimizers[0].state.pop(model.emb.weight)["momentum_buffer"]
+    tt.distributed.load(model, tmp_path / "one", optimizer=(one for one in optimizers[:1]))
+    assert torch.equal(optimizers[0].state[model.emb.weight]["momentum_buffer"], wanted)
+
+
 def test_without_a_process_group_it_is_tt_save(source, tmp_path):
     model = loaded(source, quantize={"emb.weight": "int8"})
     tt.distributed.save(model, tmp_path / "one", max_shard_size=2500)

@@ -89,6 +89,7 @@ def load(
         with ranks.all_or_none(LoadError):
             model = as_module(model)
             check_path(path)
+            optimizer = optimizers_of(optimizer)  # once: it may be a generator
             reshard(model)
             is_sharded = bool(sharded_tensors(model))
             work = (_Sharded if is_sharded else _Whole)(model, path, options, optimizer)

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from .._checks import describe
-from ..errors import CheckpointError, LoadError, OptimizerError
-from ..exchange.optimizer_state import check_belongs
+from ..errors import ArgumentError, CheckpointError, LoadError, OptimizerError
+from ..exchange.optimizer_state import Optimizers, check_belongs, optimizers_of
 from ..files import OPTIMIZER, DcpFile, Store, is_dcp, is_folder
 from ..geometry.views import View, contiguous_stride
 from ..ties.names import named_tensors
@@ -36,6 +36,7 @@ def optimizer_tensors(model: nn.Module | Mapping[str, Tensor], optimizer: Any) -
     if not isinstance(model, nn.Module):
         what = f"its state can be saved only with a module, and the model is {describe(model)}"
         raise CheckpointError(what, name="optimizer", fix="Give the module.")
+    optimizer = _only(optimizer)
     names = _names(model, optimizer)
     made: dict[str, Tensor] = {}
     groups, state = [], {}
@@ -75,8 +76,9 @@ class OptimizerLoad:
     """Load an optimizer's state from a checkpoint: the constructor checks, ``read`` reads, ``finish`` assigns."""
 
     def __init__(self, model: nn.Module, optimizer: Any, source: DcpFile | Store) -> None:
-        self._model, self._optimizer, self._source = model, optimizer, source
+        self._model, self._source = model, source
         try:
+            self._optimizer = _only(optimizer)
             self._tensors = source.header.tensors
             self._groups, self._state = self._described()
             self._check()
@@ -87,7 +89,7 @@ class OptimizerLoad:
     @staticmethod
     def find(model: nn.Module, optimizer: Any, path: Path) -> OptimizerLoad | None:
         """Return the load of the state stored with the checkpoint at ``path``; ``None`` if it has none."""
-        if optimizer is None:
+        if not optimizers_of(optimizer):
             return None
         if is_dcp(path):
             stored = DcpFile(path, OPTIMIZER)
@@ -204,6 +206,15 @@ class OptimizerLoad:
                 del self._optimizer.state[tensors[name]]
         for group, options in zip(self._optimizer.param_groups, self._options, strict=True):
             group.update(options)
+
+
+def _only(optimizer: Optimizers) -> Any:
+    """Return the one optimizer that is given. Raise ArgumentError if there are several."""
+    found = optimizers_of(optimizer)
+    if len(found) != 1:
+        what = f"there are {len(found)}, and a checkpoint has the state of one"
+        raise ArgumentError(what, name="optimizer", fix="Give one torch.optim.Optimizer.")
+    return found[0]
 
 
 def _names(model: nn.Module, optimizer: Any) -> dict[int, str]:
