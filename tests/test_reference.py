@@ -222,13 +222,71 @@ def test_links_of_the_reference_lead_somewhere(reference):
 # -- types, as a checker that we did not write sees them --------------------------------------------------------------
 
 
+def _checker():
+    found = shutil.which("basedpyright", path=str(Path(sys.executable).parent)) or shutil.which("basedpyright")
+    if found is None:
+        pytest.skip("basedpyright is not installed")
+    return found
+
+
+MINE = """
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+import torchtether as tt
+
+
+@dataclass(frozen=True)
+class Mine(tt.BlockScheme):
+    kind: ClassVar[str] = "typed"
+    bits: int = 3
+
+    def fit(self, x: Tensor) -> dict[str, Tensor]:
+        return {"scale": x.abs().amax(-1) / 3}
+
+    def to_codes(self, x: Tensor, scale: Tensor) -> Tensor:
+        return x / scale + 3
+
+    def to_values(self, codes: Tensor, scale: Tensor) -> Tensor:
+        return (codes - 3) * scale
+
+    def error(self, codes: Tensor, scale: Tensor) -> Tensor:
+        return scale / 2
+
+
+@dataclass(frozen=True)
+class Other(tt.Scheme):
+    kind: ClassVar[str] = "typed-other"
+
+    def layout(self, shape: tuple[int, ...]) -> dict[str, tt.Part]:
+        return {"codes": tt.Part(shape, torch.int8, 1)}
+
+
+def train(model: torch.nn.Linear, optimizer: torch.optim.Optimizer) -> torch.nn.Linear:
+    tt.load(model, "path", device=0, optimizer=[optimizer])
+    tt.plan_load(model, "path", device={"*": 0}, optimizer=optimizer)
+    return tt.dequantize(tt.quantize(model, Mine(), optimizer=optimizer))
+"""
+
+
+@pytest.mark.peers
+def test_a_type_checker_accepts_what_the_guides_write(tmp_path):
+    (tmp_path / "mine.py").write_text(MINE)
+    source = str(Path(tt.__file__).parents[1])
+    config = {"include": ["mine.py"], "extraPaths": [source], "typeCheckingMode": "strict"}
+    (tmp_path / "pyrightconfig.json").write_text(json.dumps(config))
+    command = [_checker(), "--pythonpath", sys.executable, "--outputjson", "-p", str(tmp_path)]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert json.loads(ran.stdout)["generalDiagnostics"] == []
+
+
 @pytest.mark.peers
 def test_a_type_checker_knows_the_type_of_every_public_name(tmp_path):
-    checker = shutil.which("basedpyright", path=str(Path(sys.executable).parent)) or shutil.which("basedpyright")
-    if checker is None:
-        pytest.skip("basedpyright is not installed")
     command = [
-        checker,
+        _checker(),
         "--pythonpath",
         sys.executable,
         "--verifytypes",

@@ -191,6 +191,29 @@ def test_a_scheme_without_a_way_says_so_once():
     assert "\n" not in str(told[0].message)
 
 
+@pytest.mark.parametrize(
+    ("scheme", "warns"),
+    [
+        (tt.Affine(bits=1), True),
+        (tt.sinq(1), True),
+        (tt.Codebook((0.0, 1.0)), True),
+        (tt.Codebook((-1.0, 1.0), block_size=20), True),
+        (tt.Codebook((-1.0, 1.0)), False),
+        (tt.Biased(bits=1), False),
+        (tt.SuperBlocks(1, 32, minimum=True), False),
+        (tt.Affine(bits=2), False),
+    ],
+    ids=str,
+)
+def test_few_schemes_of_one_bit_have_no_way(monkeypatch, scheme, warns):
+    monkeypatch.setattr(inplace, "_warned", set())
+    weight = torch.nn.Parameter(tt.Weight.encode(torch.randn(8, 256), scheme))
+    with warnings.catch_warnings(record=True) as told, torch.no_grad():
+        warnings.simplefilter("always")
+        weight.add_(1e-3)
+    assert [one.category for one in told] == [tt.TrainingWarning] * warns
+
+
 def test_the_warning_names_the_step(monkeypatch):
     monkeypatch.setattr(inplace, "_warned", set())
     weight = torch.nn.Parameter(_trained(Halves()).detach())

@@ -54,6 +54,7 @@ with _uncollected():  # one garbage collection over all objects of torch would t
         Codebook,
         ColumnScaled,
         Mastered,
+        Part,
         Plain,
         ScaledFloat,
         Scheme,
@@ -99,7 +100,7 @@ __all__ = [
     # the nouns
     "Weight", "WeightSpec", "WrapperTensor", "Tie", "View",
     # schemes
-    "Scheme", "BlockScheme", "Affine", "Biased", "ScaledFloat", "Codebook", "SuperBlocks", "Plain", "Mastered",
+    "Scheme", "Part", "BlockScheme", "Affine", "Biased", "ScaledFloat", "Codebook", "SuperBlocks", "Plain", "Mastered",
     "ColumnScaled",
     "int8", "int4", "sinq", "fp8", "nf4", "fp4", "mxfp8", "mxfp4", "nvfp4",
     # errors

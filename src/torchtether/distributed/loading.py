@@ -104,11 +104,12 @@ def load(
             model = as_module(model)
             check_path(path)
             check_unwrapped(model, "load")
+            optimizer = optimizers_of(optimizer)  # once: it may be a generator
             reshard(model)
             is_sharded = bool(sharded_tensors(model))
             work = (_Sharded if is_sharded else _Whole)(model, path, options, optimizer)
             state = OptimizerLoad.find(model, optimizer, Path(path))
-        stored = {} if optimizer is None else {"optimizer": "not stored" if state is None else "stored"}
+        stored = {} if not optimizer else {"optimizer": "not stored" if state is None else "stored"}
         _check_alike(ranks, work.outcome | stored)
         with ranks.all_or_none(LoadError):
             report = work.read(progress)
@@ -165,7 +166,7 @@ def find_boxes(held: Mapping[str, Tensor], draft: Draft) -> tuple[dict[str, Box]
 class _Whole:
     """Load a model without sharded tensors, as one process does."""
 
-    def __init__(self, model: nn.Module, path: Path | str, options: LoadOptions, optimizer: Any) -> None:
+    def __init__(self, model: nn.Module, path: Path | str, options: LoadOptions, optimizer: Optimizers) -> None:
         self._plan = make_plan(model, path, options, optimizer)
         self.outcome = _outcome(self._plan.draft)
         try:
@@ -189,7 +190,7 @@ class _Whole:
 class _Sharded:
     """Load a model with DTensors: plan on a shadow of whole tensors, read into a shadow of the local tensors."""
 
-    def __init__(self, model: nn.Module, path: Path | str, options: LoadOptions, optimizer: Any) -> None:
+    def __init__(self, model: nn.Module, path: Path | str, options: LoadOptions, optimizer: Optimizers) -> None:
         self._model, self._optimizer = model, optimizers_of(optimizer)
         check_belongs(model, self._optimizer)
         self._held = named_tensors(model)

@@ -100,7 +100,7 @@ class OptimizerLoad:
     @staticmethod
     def find(model: nn.Module, optimizer: Optimizers, path: Path) -> OptimizerLoad | None:
         """Return the load of the state stored with the checkpoint at ``path``; ``None`` if it has none."""
-        if optimizer is None:
+        if not optimizers_of(optimizer):
             return None
         if is_dcp(path):
             stored = DcpFile(path, OPTIMIZER)

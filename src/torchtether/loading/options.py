@@ -16,7 +16,7 @@ Ties = Literal["match", "file", "model"]
 Dtype = torch.dtype | Mapping[str, torch.dtype | None] | None
 """One dtype for all tensors, or one per glob over names; the first match wins, ``None`` is the default of ``load``."""
 
-Device = torch.device | str | Mapping[str, torch.device | str | None] | None
+Device = torch.device | str | int | Mapping[str, torch.device | str | int | None] | None
 """One device for all tensors, or one per glob, as for ``Dtype``."""
 
 

@@ -304,7 +304,8 @@ def load(
                   they are; if a rule lacks pieces of a tensor, it counts as missing, and its other pieces as unexpected
     ``ties``      for ties that differ between file and model: ``"match"`` is a fault; ``"model"`` keeps the model's
                   ties and loads the owner's values; ``"file"`` changes the model's ties, and the names concerned get
-                  new Parameters
+                  new Parameters. With ``"file"``, too, it is a fault if only the file ties a name to a part or a
+                  transpose of another tensor: tie them in the model, or load with ``"model"``
     ``rename``    the map from the file's names to the model's: a mapping, a function that returns ``None`` to leave a
                   name out, ``tt.Concat``, ``tt.Split``, ``tt.Stack``, ``tt.Transpose`` or ``tt.Rotary``, or a list of
                   these and (regex, replacement) pairs, applied in order, each to the result of the one before;

@@ -16,7 +16,7 @@ from .._interruptions import Deferred, uncollected
 from ..checkpoint.reader import Checkpoint
 from ..errors import ArgumentError
 from ..exchange.exchange import Atomic
-from ..exchange.optimizer_state import check_optimizer, optimizers_of
+from ..exchange.optimizer_state import Optimizers, check_optimizer, optimizers_of
 from ..integrations.imported import names_of_library
 from ..loading.options import LoadOptions, fault
 from ..loading.report import raise_faults
@@ -42,7 +42,7 @@ def refit(
     source: Source,
     *,
     rename: Rename = None,
-    optimizer: Any = None,
+    optimizer: Optimizers = None,
     atomic: Atomic = "checked",
 ) -> RefitReport:
     """Write the values of ``source`` into ``model``, in the memory that it has, and report what was written.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -77,20 +77,21 @@ class BlockScheme(Blocked):
             raise SchemeError(f"numbers must be a tuple of names other than qdata, got {self.numbers!r}", name=name)
 
     # -- for subclasses to write --------------------------------------------------------------------------------
+    # type checkers let a subclass name its numbers only if the types of both kinds of arguments are Any
 
     def fit(self, x: Tensor) -> dict[str, Tensor]:
         """Return the ``numbers`` of blocks whose values are ``x`` (..., elements), each (...)."""
         raise NotImplementedError(self._unwritten("fit"))
 
-    def to_codes(self, x: Tensor, *numbers: Tensor) -> Tensor:
+    def to_codes(self, x: Tensor, /, *numbers: Any, **named: Any) -> Tensor:
         """Return the unrounded codes of the values ``x``; codes beyond the ends are clipped afterwards."""
         raise NotImplementedError(self._unwritten("to_codes"))
 
-    def to_values(self, codes: Tensor, *numbers: Tensor) -> Tensor:
+    def to_values(self, codes: Tensor, /, *numbers: Any, **named: Any) -> Tensor:
         """Return the values of ``codes`` (whole numbers, float32)."""
         raise NotImplementedError(self._unwritten("to_values"))
 
-    def error(self, codes: Tensor, *numbers: Tensor) -> Tensor:
+    def error(self, codes: Tensor, /, *numbers: Any, **named: Any) -> Tensor:
         """Return the largest error of values that were encoded as ``codes``."""
         raise NotImplementedError(self._unwritten("error"))
 

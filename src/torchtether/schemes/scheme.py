@@ -27,11 +27,15 @@ SCHEMES: dict[str, type[Scheme]] = {}
 
 
 class Part(NamedTuple):
-    """The layout of one part of a Weight, known without data.
+    """Describe one part of a Weight without its data; ``Scheme.layout`` returns one for each part.
 
-    ``span`` is the number of Weight elements (in row-major order) that one entry along dim 0 of the part covers;
-    0 means that every row needs the whole part.  Cutting and joining rows needs nothing else.
-    ``dtype`` is ``None`` where the part has the compute dtype of the Weight.
+    ``shape``  the shape of the part
+    ``dtype``  its dtype; ``None`` where it is the compute dtype of the Weight
+    ``span``   the number of elements of the Weight, in row-major order, that one entry along dim 0 of the part covers;
+               0 if every row of the Weight needs the whole part. Cutting and joining rows needs nothing else
+
+    >>> Part((4, 6), torch.int8, 6), Part((4, 1), torch.float32, 6).span  # codes and a scale per row of (4, 6)
+    (Part(shape=(4, 6), dtype=torch.int8, span=6), 6)
     """
 
     shape: Shape
@@ -47,9 +51,13 @@ class Scheme:
     shapes depend on the fields and ``shape`` alone, never on values.  The last dimension of a tensor is the quantized
     one; ``shape`` is always that of the whole contiguous tensor.
 
+    ``layout`` returns ``tt.Part(shape, dtype, span)`` for each part.  ``span`` is the number of elements of the tensor,
+    in row-major order, that one entry along dim 0 of the part covers, or 0 if every row needs the whole part.  By it
+    rows of the parts are cut and joined, for slices and shards.
+
     >>> from torchtether.schemes import Affine
-    >>> {name: part.shape for name, part in Affine(bits=8).layout((4, 6)).items()}
-    {'qdata': (4, 6), 'scale': (4, 1)}
+    >>> Affine(bits=8).layout((4, 6))["scale"]
+    Part(shape=(4, 1), dtype=torch.float32, span=6)
     """
 
     kind: ClassVar[str]
