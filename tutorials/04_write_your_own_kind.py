@@ -67,8 +67,8 @@ def without_us(source):
 
 
 # %% The first scheme: integers from -3 to 4 times a scale, in blocks of 16 columns. Eight codes take three bytes.
-# `tt.BlockScheme` does packing, blocks, dtypes and checks; a scheme defines the meaning of codes and numbers. Parts of any
-# other kind need a `tt.Scheme`, whose `layout` returns a `tt.Part(shape, dtype, span)` for each: see guides/extending.md.
+# `tt.BlockScheme` does packing, blocks, dtypes and checks; a scheme defines the meaning of codes and numbers. Parts
+# of other kinds need a `tt.Scheme`, whose `layout` gives a `tt.Part(shape, dtype, span)` for each (guides, extending).
 @dataclass(frozen=True)
 class ThreeBits(tt.BlockScheme):
     kind: ClassVar[str] = "three-bits"  # its name in files
