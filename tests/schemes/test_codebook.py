@@ -185,7 +185,7 @@ def test_every_name_means_a_scheme(name):
 def test_an_unknown_name_is_answered_with_the_nearest():
     with pytest.raises(RuleError, match="Did you mean 'int4'"):
         resolve("int-4")
-    with pytest.raises(RuleError, match="got int"):
+    with pytest.raises(RuleError, match="got an int"):
         resolve(4)
 
 
