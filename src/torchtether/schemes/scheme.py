@@ -38,7 +38,7 @@ class Part(NamedTuple):
     (Part(shape=(4, 6), dtype=torch.int8, span=6), 6)
     """
 
-    shape: Shape
+    shape: tuple[int, ...]
     dtype: torch.dtype | None
     span: int
 
