@@ -209,7 +209,8 @@ class Factored(torch.optim.Optimizer):
             new["column"] = new["column"].redistribute(placements=[Replicate()])
             state = self.state[param]
             state.update({key: state[key].lerp(value, 0.5) if key in state else value for key, value in new.items()})
-            param.sub_(param.grad / (state["row"] * state["column"]).sqrt().add(1e-3), alpha=0.1)
+            step = param.grad / (state["row"] * state["column"]).sqrt().add(1e-3)
+            param.sub_(step.redistribute(placements=param.placements), alpha=0.1)
 
 
 def _factored():

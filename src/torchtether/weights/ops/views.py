@@ -138,15 +138,25 @@ def expand(op: Any, weight: Weight, size: Sequence[int], *, implicit: bool = Fal
     return _reshape(op, weight, (1,) * new + own)
 
 
-@_viewed(aten.as_strided.default)
+@rule(aten.as_strided.default)
 def as_strided(
     op: Any, weight: Weight, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
 ) -> Weight:
-    """Return the Weight itself or, where sharding has padded it, its first rows.
+    """Return the Weight itself or, where sharding has padded it, its first rows; of a transparent one, any view.
 
-    Other rows have an offset that a Weight does not tell: compiled code would make its outputs of the first rows.
+    Other rows have an offset that a Weight does not tell: compiled code would make its outputs of the first rows. The
+    tensor in a transparent one has an offset. But where that is not 0, torch 2.15 counts from there, and older ones
+    from the start of the memory.
     """
-    shape = weight.spec.shape
+    shape, is_own = weight.spec.shape, (tuple(size), tuple(stride)) == (weight.spec.shape, weight.spec.stride)
+    if weight.scheme.transparent:
+        if (
+            weight.storage_offset() == 0
+            or storage_offset is None
+            or (is_own and storage_offset == weight.storage_offset())
+        ):
+            return _on_tensor(op, weight, size, stride, storage_offset)  # type: ignore[no-any-return]
+        raise _cannot(op, weight, f"as {tuple(size)}, {storage_offset} elements from the start or from its own offset")
     is_rows = is_padded(weight) and tuple(size[1:]) == shape[1:] and size[0] <= shape[0] and weight.spec.is_contiguous
     if (
         storage_offset
