@@ -18,6 +18,7 @@ import torchtether as tt
 import torchtether.distributed
 from tests.distributed.nets import Tied, build, loaded, rows_of, same_rows, step, tokens
 from tests.distributed.spawn import spawn
+from tests.loading.models import Counted
 from torchtether.files import TensorFile
 
 FULL = {"emb.weight": "int8", "body.0.0.weight": tt.int4(group_size=16), "body.1.0.weight": "nf4"}
@@ -31,18 +32,6 @@ def check(model, wanted):
     for name, tensor in found.items():
         assert same_rows(tensor, named[name]), name
     assert model.head.weight is model.emb.weight
-
-
-class Counted(nn.Linear):
-    """Returns a tensor as extra state, and takes one."""
-
-    calls = 0
-
-    def get_extra_state(self):
-        return torch.tensor(self.calls)
-
-    def set_extra_state(self, state):
-        self.calls = state.item()
 
 
 def extra_state(folder):

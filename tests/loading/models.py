@@ -92,3 +92,15 @@ def build(kind, *, meta=False, seed=1, dtype=torch.float32):
             return kind()
     finally:
         torch.set_default_dtype(before)
+
+
+class Counted(nn.Linear):
+    """Returns a tensor as extra state, and takes one."""
+
+    calls = 0
+
+    def get_extra_state(self):
+        return torch.tensor(self.calls)
+
+    def set_extra_state(self, state):
+        self.calls = state.item()

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import torchtether as tt
-from tests.loading.models import MODELS, Fused, Tied, Turned, build
+from tests.loading.models import MODELS, Counted, Fused, Tied, Turned, build
 from torchtether.ties.names import named_tensors
 
 
@@ -242,18 +242,6 @@ def test_a_name_that_is_renamed_to_nothing_is_left_out(tmp_path):
     model = nn.Linear(2, 2, bias=False)
     tt.load(model, tmp_path / "x", rename=lambda name: None if name == "junk" else name)
     assert model.weight.tolist() == [[1, 1], [1, 1]]
-
-
-class Counted(nn.Linear):
-    """Returns a tensor as extra state, and takes one."""
-
-    calls = 0
-
-    def get_extra_state(self):
-        return torch.tensor(self.calls)
-
-    def set_extra_state(self, state):
-        self.calls = state.item()
 
 
 def _counted(*calls):
