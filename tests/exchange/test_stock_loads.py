@@ -267,3 +267,20 @@ def test_an_alias_that_no_state_dict_has_follows_its_owner(device, dtype):
     assert geometry(model) == ties != []
     assert torch.equal(model.turned, source.lin.weight.t())
     assert model.turned.dtype == model.lin.weight.dtype == dtype
+
+
+class Repeated(nn.Module):
+    """A buffer with as many elements as the parameter whose first half it repeats."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(8.0))
+        self.register_buffer("twice", self.weight.detach()[:4].expand(2, 4))
+
+
+def test_a_repeated_half_is_not_the_whole():
+    model = Repeated()
+    with swapping(model):
+        model.load_state_dict({"twice": torch.full((2, 4), 9.0)}, assign=True, strict=False)
+    assert model.weight.tolist() == [9, 9, 9, 9, 4, 5, 6, 7]
+    assert find_ties(model)

@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from ..errors import TetherError, TieError
 from ..geometry.blocks import STOCK, blocks_of
+from ..geometry.views import overlaps_itself
 from ..ties.components import Component, Member, split_shared
 from ..ties.spans import member_view, plain_values
 from ..torch_private.modules import buffers_of, parameters_of
@@ -358,7 +359,9 @@ def same_values(one: Tensor, two: Tensor) -> bool:
 
 def _covers(member: Member, component: Component) -> bool:
     """Return whether ``member`` has every element of the shared memory."""
-    return math.prod(member.view.size) * member.view.dtype.itemsize == component.nbytes
+    view = member.view
+    is_whole = math.prod(view.size) * view.dtype.itemsize == component.nbytes
+    return is_whole and not overlaps_itself(view.size, view.stride)
 
 
 def _is_joined(component: Component) -> bool:
