@@ -2,13 +2,15 @@
 
 import contextlib
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import torchtether as tt
 from tests.simulated import SimulatedEvent, SimulatedLane, SimulatedRing
-from torchtether.files import Batch, TensorFile, batch, crew, ring
+from torchtether import compiled
+from torchtether.files import Batch, TensorFile, batch, crew, readers, ring
 from torchtether.files.ring import Passage, Ring
 
 SLOT, STAGED = 512, 2048
@@ -23,8 +25,19 @@ def sizes_are_small(monkeypatch):
         (ring, "STAGED", STAGED),
         (batch, "STAGED", STAGED),
         (batch, "_WORTHWHILE", 0),
+        (readers, "PIECE", 100),
+        (readers, "_PIECE_OF_PYTHON", 100),
     ):
         monkeypatch.setattr(module, name, value)
+
+
+@pytest.fixture(params=["compiled", "python"])
+def way(request, monkeypatch):
+    """Who reads."""
+    if request.param == "python":
+        monkeypatch.setattr(readers, "compiled", SimpleNamespace(native=lambda: None))
+    elif compiled.native() is None:
+        pytest.skip("there is no compiled module")
 
 
 def rand(*shape, dtype=torch.float32, seed=0):
@@ -82,8 +95,11 @@ def read(file, given):
 
 @pytest.mark.parametrize("slots", [1, 2, 16])
 @pytest.mark.parametrize("threads", [1, 4])
-def test_every_byte_arrives(file, slots, threads, monkeypatch):
-    monkeypatch.setattr(batch, "DEVICE_THREADS", threads)
+@pytest.mark.parametrize("apart", [True, False], ids=["apart", "here"])
+@pytest.mark.usefixtures("way")
+def test_every_byte_arrives(file, slots, threads, apart, monkeypatch):
+    monkeypatch.setattr(readers, "READERS", threads)
+    monkeypatch.setattr(batch, "_WORTHWHILE", 0 if apart else 2**30)
     take, scratch = Passage.take, []
 
     def taken(self, nbytes):
@@ -107,7 +123,7 @@ def test_every_byte_arrives(file, slots, threads, monkeypatch):
     assert 0 < len(given.buffers) <= slots
     assert set(given.buffers) == {SLOT}
     assert max(scratch) <= 4 * STAGED
-    assert max(scratch) <= STAGED or threads > 1
+    given.close()
 
 
 class NoBegin(SimulatedLane):
@@ -138,7 +154,6 @@ class NoAfter(SimulatedLane):
 
 @pytest.mark.parametrize(("lane", "slots"), [(NoBegin, 2), (NoEvent, 2), (NoWait, 2), (NoEnd, 2), (NoAfter, 99)])
 def test_the_simulated_device_notices_what_is_not_waited_for(file, lane, slots, monkeypatch):
-    monkeypatch.setattr(batch, "DEVICE_THREADS", 1)
     monkeypatch.setattr(SimulatedRing, "lanes_are", lane)
     came, expected = read(file, SimulatedRing(slots))
     assert any(not torch.equal(one, other) for one, other in zip(came, expected, strict=True))
@@ -159,10 +174,9 @@ def test_devices_share_the_buffers(file):
     assert len(given.buffers) <= 3
 
 
-@pytest.mark.parametrize("threads", [1, 4])
-def test_after_an_error_nothing_is_under_way(file, threads, monkeypatch):
+@pytest.mark.usefixtures("way")
+def test_after_an_error_nothing_is_under_way(file):
     """Also in a read that fails, every buffer comes back, and the device has nothing more to do."""
-    monkeypatch.setattr(batch, "DEVICE_THREADS", threads)
     given = SimulatedRing(2)
     todo = Batch(given)
     for key in TENSORS:
@@ -213,9 +227,8 @@ def test_without_a_device_no_buffer_is_made():
     assert given.pinned(10).nbytes == 10
 
 
-def test_buffers_are_no_larger_than_what_is_read(tmp_path, monkeypatch):
+def test_buffers_are_no_larger_than_what_is_read(tmp_path):
     """A small file pins little; larger buffers take the place of those that a larger tensor does not fit."""
-    monkeypatch.setattr(batch, "_SHARES", 1)
     tensors = {"a": rand(30), "b": rand(3, 20, seed=1), "c": rand(100, 64, seed=2)}
     tt.save(tensors, tmp_path / "x.safetensors")
     given, outs = SimulatedRing(2), {key: torch.zeros_like(tensor) for key, tensor in tensors.items()}
@@ -228,33 +241,13 @@ def test_buffers_are_no_larger_than_what_is_read(tmp_path, monkeypatch):
     assert given.pinned_most <= 2 * SLOT
 
 
-def test_pieces_are_small_where_threads_start_and_end(file, monkeypatch):
-    """So the first copies start early, and no thread reads long after the others."""
-    monkeypatch.setattr(batch, "DEVICE_THREADS", 2)
-    reads, given = [], SimulatedRing()
-    read = file.read_bytes
-    monkeypatch.setattr(
-        file, "read_bytes", lambda buffers, at: (reads.append((at, sum(len(m) for _, m in buffers))), read(buffers, at))
-    )
-    todo, out = Batch(given), torch.zeros(50, 64, dtype=torch.bfloat16)
-    file.read_later("half", out, todo)
-    todo.run(lambda nbytes: None)
-    given.drain()
-    sizes = [size for _, size in sorted(reads)]
-    assert sum(sizes) == out.nbytes
-    assert max(sizes) == SLOT
-    assert sizes[0] == sizes[-1] == SLOT // 8
-    assert torch.equal(out, TENSORS["half"])
-
-
-def test_threads_enter_the_lane_once(file, monkeypatch):
-    """And ``tick``, which is the caller's, runs outside."""
-    entered, here = [], threading.local()
+def test_copies_are_queued_within_the_lane(file, monkeypatch):
+    """And ``tick``, which is the caller's, runs outside, also where all is done on the caller's thread."""
+    here = threading.local()
 
     class Entered(SimulatedLane):
         @contextlib.contextmanager
         def entered(self):
-            entered.append(threading.get_ident())
             here.is_in = True
             yield
             here.is_in = False
@@ -264,45 +257,42 @@ def test_threads_enter_the_lane_once(file, monkeypatch):
             super().copy(out, given)
 
     monkeypatch.setattr(SimulatedRing, "lanes_are", Entered)
-    for threads in (1, 4):
-        entered.clear()
-        monkeypatch.setattr(batch, "DEVICE_THREADS", threads)
+    for least in (0, 2**30):
+        monkeypatch.setattr(batch, "_WORTHWHILE", least)
         todo = Batch(SimulatedRing(2))
         for key in TENSORS:
             file.read_later(key, torch.zeros_like(TENSORS[key]), todo)
         ticks = []
         todo.run(lambda nbytes, ticks=ticks: ticks.append(getattr(here, "is_in", False)))
         assert set(ticks) == {False}
-        assert threads == 1 or 1 < len(entered) <= threads
 
 
-def test_a_thread_waits_for_scratch_that_others_compute_with(monkeypatch):
+def test_scratch_is_filled_again_where_the_device_is_slow():
+    """Of a quick one it is free at once; of a slow one there are no more than some."""
     given = SimulatedRing()
     passage = Passage(given, torch.device("cpu"), given.lane("cpu"))
     passage.begin(SLOT)
-    every = [passage.take(STAGED) for _ in range(ring._AHEAD)]
-    is_computing, may_end, taken = threading.Event(), threading.Event(), []
-    compute = SimulatedLane.compute
-
-    def slow(self, use, after):
-        is_computing.set()
-        may_end.wait(10)
-        return compute(self, use, after)
-
-    monkeypatch.setattr(SimulatedLane, "compute", slow)
-    first = threading.Thread(target=passage.compute, args=(every[0], lambda: None))
-    first.start()
-    is_computing.wait(10)
-    second = threading.Thread(target=lambda: taken.append(passage.take(STAGED)))
-    second.start()
-    second.join(0.05)
-    assert not taken
-    may_end.set()
-    first.join(10)
-    second.join(10)
-    assert taken[0] is every[0]
-    assert passage.take(STAGED) is not every[0]  # nobody computes, so nobody would give any back
+    first = passage.take(STAGED)
+    passage.compute(first, lambda: None)
+    given.lanes[-1].synchronize()
+    assert passage.take(STAGED) is first
+    others = [passage.take(STAGED) for _ in range(ring._AHEAD - 1)]
+    for one in others:
+        passage.compute(one, lambda: None)
+    assert passage.take(STAGED) is others[0]  # whose computation copies wait for
     passage.end(is_whole=True)
+
+
+@pytest.mark.usefixtures("way")
+def test_a_file_that_shrinks_is_named(file):
+    """By the key that misses bytes, whoever reads."""
+    last = max(("large", "half"), key=lambda key: file.stored(key).start)
+    todo = Batch(SimulatedRing(2))
+    file.read_later(last, torch.zeros_like(TENSORS[last]), todo)
+    with open(file.path, "r+b") as opened:
+        opened.truncate(file.stored(last).start + 10)
+    with pytest.raises(tt.CheckpointError, match=f"x.safetensors: {last}: .* nothing follows byte"):
+        todo.run(lambda nbytes: None)
 
 
 def test_a_device_that_fails_costs_no_buffer(file, monkeypatch):
@@ -313,7 +303,6 @@ def test_a_device_that_fails_costs_no_buffer(file, monkeypatch):
             return super().copied(used)
 
     monkeypatch.setattr(SimulatedRing, "lanes_are", Failing)
-    monkeypatch.setattr(batch, "DEVICE_THREADS", 4)
     given = SimulatedRing(1)
     todo = Batch(given)
     for key in TENSORS:

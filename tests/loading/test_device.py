@@ -216,7 +216,6 @@ def test_a_device_without_memory_changes_nothing(tmp_path, monkeypatch, at):
         model = meta()
         with monkeypatch.context() as patch:
             patch.setattr(Lane, method, full)
-            patch.setattr(batch, "DEVICE_THREADS", 1)
             try:
                 tt.load(model, tmp_path, quantize="int8")
             except torch.OutOfMemoryError:

@@ -3,32 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterable
 from functools import partial
 from operator import itemgetter
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ..geometry.views import Shape
 from ..progress import Tick, no_tick
-from .crew import CORES, Crew, Job, Scratch, together
-from .header import Stored
+from .crew import Crew, Job, Scratch, together
 from .memory import memory_of, pieces
-from .ring import SLOT, STAGED, Handing, Passage, Ring
+from .readers import ReadableFile
+from .ring import SLOT, STAGED, Handing, Passage, Ring, Transfer, Transfers
 from .system import read_at_once
 
-DEVICE_THREADS = max(2, min(8, CORES))
-"""The most threads that read for a device. On an H100 8 loaded 2.1 GB in 77 ms, and with int8() in 96; 16 took 80 and
-121, as they wait for Python's lock."""
-
 SLICE = 4 * 2**20
-"""Bytes that one thread reads at once into memory of the CPU; for a device they are up to ``SLOT``."""
-
-_SHARES = 8
-"""The least part of a ``SLOT`` that is read for a device at the start and the end of a run, so that no thread idles."""
+"""Bytes that one thread reads at once into memory of the CPU."""
 
 _NEIGHBOURS = 512
 """The most tensors that one ``preadv`` reads into; systems allow 1024, old ones fewer."""
@@ -39,22 +30,8 @@ _FEW = 4
 _WORTHWHILE = 2 * SLICE
 """Bytes below which threads cost more than they save."""
 
-Buffer = tuple[str, memoryview]
-"""A key, and memory to fill with some of its bytes."""
-
 Straight = Callable[[int, int, Scratch], bool]
 """A function of (descriptor, byte offset, scratch) that reads and uses the bytes itself; returns whether it did."""
-
-
-class ReadableFile(Protocol):
-    """The interface of an open file to a batch: the location of each tensor, and its bytes."""
-
-    @property
-    def descriptor(self) -> int | None: ...
-
-    def stored(self, key: str) -> Stored: ...
-
-    def read_bytes(self, buffers: Sequence[Buffer], at: int) -> None: ...
 
 
 _Read = tuple[int, int, int, int, ReadableFile, str, Tensor, Passage | None]
@@ -77,6 +54,7 @@ class Batch:
     def __init__(self, ring: Ring | None = None, crew: Crew | None = None) -> None:
         self._reads: list[_Read] = []
         self._jobs: list[tuple[int, int, Job]] = []
+        self._transfers: list[tuple[int, int, Transfer]] = []
         self._nbytes = 0
         self._most = 1
         """The most bytes that one job brings to a device."""
@@ -170,9 +148,11 @@ class Batch:
         nbytes = math.prod(shape) * stored.dtype.itemsize
         self._nbytes += nbytes
         if passage is not None:
-            handing = Handing(passage, file.read_bytes, key, at, shape, stored.dtype, use)
+            handing = Handing(passage, shape, stored.dtype, use)
             for start, stop in handing.pieces():
-                self._jobs.append((id(file), at, partial(_bring_piece, handing, start, stop)))  # in order, as sorted
+                place, part = partial(_place, handing, start, stop), [(key, stop - start)]
+                transfer = Transfer(passage, file, at + start, part, place, handing.arrived)
+                self._transfers.append((id(file), at, transfer))  # pieces of one tensor stay together
                 self._most = max(self._most, stop - start)
             return
 
@@ -191,30 +171,35 @@ class Batch:
 
         Work that is queued afterwards on the current stream of a device sees the values read.
         """
-        jobs = [job for _, _, job in sorted([*self._jobs, *self._joined()], key=itemgetter(0, 1))]
-        self._reads, self._jobs = [], []
-        passages, is_whole = list(self._passages.values()), False
-
-        def within() -> AbstractContextManager[object]:
-            with ExitStack() as stack:
-                for passage in passages:
-                    stack.enter_context(passage.entered())
-                return stack.pop_all()
-
+        self._join()
+        jobs = [job for _, _, job in sorted(self._jobs, key=itemgetter(0, 1))]
+        transfers = [transfer for _, _, transfer in sorted(self._transfers, key=itemgetter(0, 1))]
+        self._jobs, self._transfers, passages = [], [], list(self._passages.values())
+        is_much, self._nbytes, is_whole = self._nbytes > _WORTHWHILE, 0, False
         try:
             for passage in passages:
                 passage.begin(self._most)
-            if self._nbytes > _WORTHWHILE:
-                do = together if self._crew is None else self._crew.do
-                most = min(DEVICE_THREADS, max(2, self._nbytes // SLICE)) if passages else None
-                do(jobs, tick, most, within)
-            else:
-                Crew().do(jobs, tick, 1, within)
+            if not is_much:
+                Crew().do(jobs, tick, 1)
+            elif jobs:
+                (together if self._crew is None else self._crew.do)(jobs, tick)
+            if transfers:
+                self._transfer(transfers, tick, apart=is_much)
             is_whole = True
         finally:
             for passage in passages:
                 passage.end(is_whole=is_whole)
+            if passages and not is_whole and self._ring is not None:
+                self._ring.close()
         self._settle()
+
+    def _transfer(self, transfers: list[Transfer], tick: Tick, *, apart: bool) -> None:
+        """Run ``transfers``; if ``apart``, on another thread, because interrupts come to this one."""
+        assert self._ring is not None
+        run = Transfers(self._ring)
+        steps: list[Callable[[], int]] = [*(partial(run.add, transfer) for transfer in transfers), run.end]
+        jobs: list[Job] = [partial(_step, step) for step in steps]
+        (together if apart and self._crew is None else (self._crew or Crew()).do)(jobs, tick, 1, apart=apart)
 
     def _settle(self) -> None:
         """Run the jobs again whose results are wrong."""
@@ -229,24 +214,24 @@ class Batch:
                     add(again)
         again.run(no_tick)
 
-    def _joined(self) -> list[tuple[int, int, Job]]:
-        """Return the reads as jobs of at most ``SLICE`` bytes: adjacent reads are merged, larger ones split.
+    def _join(self) -> None:
+        """Make jobs and transfers of the reads: adjacent ones are merged, larger ones split.
 
-        Those for a device have at most ``SLOT`` bytes: more in the middle of a run, less where threads start and end.
+        A job has at most ``SLICE`` bytes, a transfer ``SLOT``.
         """
-        jobs: list[tuple[int, int, Job]] = []
         parts: list[_Part] = []
-        first = size = done = limit = 0
-        left = sum(read[3] for read in self._reads)
+        first = size = limit = 0
         before: ReadableFile | None = None
         way: Passage | None = None
 
         def close() -> None:
-            nonlocal done, left
-            if before is not None:
-                jobs.append((id(before), first, _reading(before, parts, first, size, way)))
-                done, left = done + size, left - size
-                self._most = self._most if way is None else max(self._most, size)
+            if before is None:
+                return
+            if way is None:
+                self._jobs.append((id(before), first, _reading(before, parts, first, size)))
+            else:
+                self._transfers.append((id(before), first, _transfer_of(way, before, parts, first)))
+                self._most = max(self._most, size)
 
         for _, at, _, nbytes, file, key, out, passage in sorted(self._reads):
             start = 0
@@ -255,24 +240,21 @@ class Batch:
                 if not follows or nbytes - start > limit - size or len(parts) == _NEIGHBOURS:
                     close()
                     before, way, parts, first, size = file, passage, [], at + start, 0
-                    limit = SLICE if passage is None else _share(min(done, left))
+                    limit = SLICE if passage is None else SLOT
                 stop = min(start + limit - size, nbytes)
                 parts.append((key, out, start, stop))
                 size += stop - start
                 start = stop
         close()
-        return jobs
+        self._reads = []
 
 
-def _share(nbytes: int) -> int:
-    """Return the bytes that one of the threads reads for a device, if all share ``nbytes``."""
-    least = max(SLOT // _SHARES, 1)
-    return min(max(nbytes // DEVICE_THREADS // least, 1) * least, SLOT)
+def _place(handing: Handing, start: int, stop: int) -> list[Tensor]:
+    return [handing.place(start, stop)]
 
 
-def _bring_piece(handing: Handing, start: int, stop: int, space: Scratch) -> int:
-    handing.bring(start, stop)
-    return stop - start
+def _step(step: Callable[[], int], space: Scratch) -> int:
+    return step()
 
 
 def _spans(parts: list[_Part]) -> list[int]:
@@ -283,11 +265,13 @@ def _spans(parts: list[_Part]) -> list[int]:
     return found
 
 
-def _reading(file: ReadableFile, parts: list[_Part], at: int, size: int, passage: Passage | None) -> Job:
+def _transfer_of(passage: Passage, file: ReadableFile, parts: list[_Part], at: int) -> Transfer:
+    counts = [(key, stop - start) for key, _, start, stop in parts]
+    return Transfer(passage, file, at, counts, lambda: [out[start:stop] for _, out, start, stop in parts])
+
+
+def _reading(file: ReadableFile, parts: list[_Part], at: int, size: int) -> Job:
     def job(space: Scratch) -> int:
-        if passage is not None:
-            passage.bring(file.read_bytes, parts, at)
-            return size
         descriptor = file.descriptor
         if descriptor is None or len(parts) < _FEW or not read_at_once(descriptor, _spans(parts), at, size):
             file.read_bytes([(key, memory_of(out)[start:stop]) for key, out, start, stop in parts], at)

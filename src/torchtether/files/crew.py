@@ -7,7 +7,6 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import cast
 
 import torch
@@ -42,9 +41,6 @@ class Scratch:
 Job = Callable[[Scratch], int]
 """A function that does its work and returns the number of bytes processed."""
 
-Within = Callable[[], AbstractContextManager[object]]
-"""A function that returns the context in which a thread runs jobs."""
-
 _TOLD = 16 * 2**20
 """Bytes after which a thread reports progress: each report wakes the calling thread, which takes a core."""
 
@@ -58,21 +54,19 @@ class Crew:
         self._end: _End = weakref.ref(self, self._turns.put)
 
     def do(
-        self, jobs: Sequence[Job], tick: Callable[[int], None], most: int | None = None, within: Within = nullcontext
+        self, jobs: Sequence[Job], tick: Callable[[int], None], most: int | None = None, *, apart: bool = False
     ) -> None:
         """Run all jobs on at most ``most`` threads, starting them in order; report bytes to ``tick`` on this thread.
 
-        Jobs run in the context ``within()``, which each thread enters once, but ``tick`` does not.
+        For one thread they run here, unless ``apart``.
         After the first error, of a job or of ``tick``, or an interrupt, no further job starts; the running jobs finish,
         and then the error is raised.
         """
         count = min(most or THREADS, len(jobs))
-        if count < 2:
+        if count < 2 and not apart:
             space = Scratch()
             for job in jobs:
-                with within():
-                    nbytes = job(space)
-                tick(nbytes)
+                tick(job(space))
             return
         todo, done = iter(jobs), queue.SimpleQueue[int | BaseException | None]()
         lock, stop, inference = threading.Lock(), threading.Event(), torch.is_inference_mode_enabled()
@@ -81,7 +75,7 @@ class Crew:
             try:
                 one_core()
                 nbytes = 0
-                with torch.inference_mode(inference), torch.no_grad(), within():
+                with torch.inference_mode(inference), torch.no_grad():
                     while not stop.is_set():
                         with lock:
                             job = next(todo, None)
@@ -145,12 +139,10 @@ def _take_turns(turns: _Turns, end: _End) -> None:
     turns.put(end)  # for the next thread
 
 
-def together(
-    jobs: Sequence[Job], tick: Callable[[int], None], most: int | None = None, within: Within = nullcontext
-) -> None:
+def together(jobs: Sequence[Job], tick: Callable[[int], None], most: int | None = None, *, apart: bool = False) -> None:
     """Run all jobs as ``Crew.do`` does. All threads have ended on return, also after an error."""
     crew = Crew()
     try:
-        crew.do(jobs, tick, most, within)
+        crew.do(jobs, tick, most, apart=apart)
     finally:
         crew.close()

@@ -21,7 +21,6 @@ from ..geometry.groups import overlapping
 from ..geometry.views import Shape
 from ..torch_private.tensors import checkpoint_offset_of
 from ..weights.spec import WeightSpec
-from .batch import Buffer
 from .dcp_metadata import MetadataUnpickler
 from .dtypes import CODES
 from .header import HEADER_LIMIT, Header, Stored
@@ -29,6 +28,7 @@ from .memory import memory_of
 from .opening import open_file
 from .pickle_calls import load_to_meta
 from .reader import TensorFile
+from .readers import Buffer
 from .record import KEY, layout_of, part_key
 from .strict_json import short_repr
 

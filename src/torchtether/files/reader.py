@@ -16,10 +16,11 @@ from torch import Tensor
 from ..errors import CheckpointError
 from ..geometry.views import Shape, View, extent
 from ..progress import Tick, no_tick
-from .batch import Batch, Buffer
+from .batch import Batch
 from .header import HEADER_LIMIT, Header, Stored, digest, parse_header
 from .memory import PIECE, allocate, memory_of, private_map, scratch
 from .opening import Closing, open_file
+from .readers import Buffer
 from .ring import Ring
 
 

@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from ..geometry.views import Shape
-from .memory import memory_of
+from .readers import ReadableFile, Readers
 
 SLOT = 8 * 2**20
-"""The most bytes of one pinned buffer, which one thread reads at once. Each costs some calls under Python's lock."""
+"""The most bytes of one pinned buffer. Each costs some calls of the device's library."""
 
-SLOTS = 16
-"""The most pinned buffers: as many as threads that read; the others are being copied."""
+SLOTS = 8
+"""The most pinned buffers: some are being read, the others copied. All of them may fit the cache."""
 
 STAGED = 32 * 2**20
 """Bytes that the device encodes or converts at once."""
 
 _AHEAD = 4
-"""The number of such pieces on the device beyond which threads wait for a slow encoder before they read more."""
+"""The number of such pieces on the device beyond which copies wait for a slow encoder."""
 
 
 class Event(Protocol):
@@ -41,7 +40,7 @@ class Lane(Protocol):
     """Two queues of work on a device: copies into its memory, and computation.
 
     Each runs in order; between the two, only the methods here impose an order. All calls but ``synchronize`` return at
-    once, and may come from any thread, ``copy`` only from one that has entered ``entered``.
+    once; ``copy`` is called within ``entered``.
     """
 
     def begin(self) -> None:
@@ -79,7 +78,6 @@ class StreamLane:
         self._device = device
         self._module: Any = torch.get_device_module(device)
         self._work = self._copies = self._module.current_stream(device)
-        self._turn = threading.Lock()
         self._kind = {"blocking": True} if device.type == "cuda" else {}  # a waiting thread sleeps, not spins
 
     def begin(self) -> None:
@@ -106,7 +104,7 @@ class StreamLane:
         return made
 
     def compute(self, use: Callable[[], object], after: Event) -> Event:
-        with self._turn, self._module.stream(self._work):  # one at a time, so that only one needs scratch
+        with self._module.stream(self._work):
             self._work.wait_event(after)
             use()
             return self._work.record_event()  # type: ignore[no-any-return]
@@ -135,13 +133,12 @@ def _has_streams(device: torch.device) -> bool:
 
 
 class Slot:
-    """A pinned buffer, its bytes, and the event after which no copy reads it; ``lane`` made the event."""
+    """A pinned buffer, and the event after which no copy reads it; ``lane`` made the event."""
 
-    __slots__ = ("copied", "lane", "memory", "tensor")
+    __slots__ = ("copied", "lane", "tensor")
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor: Tensor = tensor
-        self.memory: memoryview = memory_of(tensor)
         self.copied: Event | None = None
         self.lane: Lane | None = None
 
@@ -149,14 +146,14 @@ class Slot:
 class Ring:
     """A few pinned buffers, allocated on demand; each is reused as soon as the copies from it are done.
 
-    One ring serves all devices of a load, and all threads.
+    One ring serves all devices of a load, from one thread at a time; the threads that read are its own.
     """
 
     def __init__(self, slots: int = SLOTS) -> None:
         self._idle: deque[Slot] = deque()
-        self._left = slots
-        self._changed = threading.Condition()
+        self._slots = self._left = slots
         self._used: dict[torch.device, Lane] = {}
+        self.readers: Readers = Readers()
 
     def lane(self, device: torch.device) -> Lane | None:
         """Return a lane of ``device``; ``None`` if the device has no streams."""
@@ -169,45 +166,35 @@ class Ring:
         except RuntimeError:
             return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
-    def take(self, nbytes: int) -> Slot:
-        """Return a buffer of at least ``nbytes`` that no copy reads; pass it to ``give`` afterwards."""
-        with self._changed:
-            while not self._idle and not self._left:
-                self._changed.wait()
-            slot = self._idle.popleft() if self._idle else None  # the one idle for the longest time
-            if slot is None:
-                self._left -= 1
-        try:  # without the lock, because calls to the device let other threads run
-            event = None if slot is None else slot.copied
-            if slot is not None and event is not None and not event.query():
-                with self._changed:
-                    if is_new := self._left > 0:
-                        self._left -= 1
-                        self._idle.appendleft(slot)
-                        self._changed.notify()
-                if is_new:
-                    slot = None
-                else:
-                    event.synchronize()
-            if slot is not None and slot.tensor.nbytes >= nbytes:
-                return slot
-            slot = None  # free a buffer that is too small before the new one is allocated
-            return Slot(self.pinned(nbytes))
-        except BaseException:
-            self.lose()
-            raise
+    def take(self, nbytes: int, *, may_wait: bool) -> Slot | None:
+        """Return a buffer of at least ``nbytes`` that no copy reads; pass it to ``give`` afterwards.
+
+        Without ``may_wait`` return ``None`` rather than wait for a copy.
+        """
+        if self._idle:
+            slot = self._idle[0]  # the one idle for the longest time
+            is_free = slot.copied is None or slot.copied.query()
+            if not is_free and not self._left:
+                if not may_wait:
+                    return None
+                assert slot.copied is not None
+                slot.copied.synchronize()
+                is_free = True
+            if is_free:
+                self._idle.popleft()
+                if slot.tensor.nbytes >= nbytes:
+                    return slot
+                self._left += 1
+                del slot  # free a buffer that is too small before the new one is allocated
+        if not self._left:
+            return None
+        made = Slot(self.pinned(nbytes))
+        self._left -= 1
+        return made
 
     def give(self, slot: Slot) -> None:
         """Take back a buffer, which copies read until the event ``slot.copied``."""
-        with self._changed:
-            self._idle.append(slot)
-            self._changed.notify()
-
-    def lose(self) -> None:
-        """Allow another buffer in place of one that is not given back."""
-        with self._changed:
-            self._left += 1
-            self._changed.notify()
+        self._idle.append(slot)
 
     def note(self, device: torch.device, lane: Lane) -> None:
         """Remember ``lane`` as in use, for ``drain``."""
@@ -220,15 +207,11 @@ class Ring:
         self._used.clear()
 
     def close(self) -> None:
-        """Finish all work and free the buffers; new ones are allocated on the next use."""
+        """Finish all reads and all work, and free the buffers; new ones are allocated on the next use."""
+        self.readers.close()
         self.drain()
-        with self._changed:
-            self._left += len(self._idle)
-            self._idle.clear()
-
-
-Fill = Callable[[Sequence[tuple[str, memoryview]], int], None]
-"""A function that fills (key, buffer) pairs with the bytes of a file from an offset on; errors name the key."""
+        self._idle.clear()
+        self._left = self._slots
 
 
 class Passage:
@@ -236,82 +219,50 @@ class Passage:
 
     def __init__(self, ring: Ring, device: torch.device, lane: Lane) -> None:
         self._ring, self._device, self._lane = ring, device, lane
-        self._size = SLOT
-        self._changed = threading.Condition()
-        self._computing = 0
+        self.size: int = SLOT
         self._idle: deque[tuple[Tensor, Event]] = deque()
         self._every: dict[int, Tensor] = {}  # by id, so that none is freed while a copy to it may be running
 
     def begin(self, most: int) -> None:
         """Begin a run that brings at most ``most`` bytes at once."""
-        self._size = 1 << (most - 1).bit_length()  # a later run that brings a little more can use the same buffers
+        self.size = 1 << (most - 1).bit_length()  # a later run that brings a little more can use the same buffers
         self._ring.note(self._device, self._lane)
         self._lane.begin()
 
-    def entered(self) -> AbstractContextManager[object]:
-        """Return a context in which the calling thread uses the passage."""
-        return self._lane.entered()
-
-    def bring(self, read: Fill, parts: Sequence[tuple[str, Tensor, int, int]], at: int) -> None:
-        """Read up to ``SLOT`` bytes of a file from ``at`` on into (key, tensor, start, stop) ranges on the device."""
-        ring, lane = self._ring, self._lane
-        slot = ring.take(self._size)
-        try:
-            memory, buffers, first = slot.memory, [], 0
-            for key, _, start, stop in parts:
-                last = first + stop - start
-                buffers.append((key, memory[first:last]))
+    def send(self, slot: Slot, targets: Sequence[Tensor]) -> None:
+        """Queue copies of the first bytes of ``slot`` to ``targets``, uint8 on the device, one after the other."""
+        lane, first = self._lane, 0
+        with lane.entered():
+            for out in targets:
+                last = first + out.nbytes
+                lane.copy(out, slot.tensor[first:last])
                 first = last
-            read(buffers, at)
-            tensor, first = slot.tensor, 0
-            for _, out, start, stop in parts:
-                last = first + stop - start
-                lane.copy(out[start:stop], tensor[first:last])
-                first = last
-        finally:
-            try:
-                slot.copied = lane.copied(slot.copied if slot.lane is lane else None)
-            except BaseException:
-                ring.lose()
-                raise
-            slot.lane = lane
-            ring.give(slot)
+            slot.copied = lane.copied(slot.copied if slot.lane is lane else None)
+        slot.lane = lane
+        self._ring.give(slot)
 
     def take(self, nbytes: int) -> Tensor:
         """Return scratch on the device, which copies may fill; pass it to ``compute`` afterwards.
 
-        Wait while there is a lot and threads compute, because they give theirs back.
+        Where there is a lot, copies wait for computation that uses it.
         """
-        size = -(-nbytes // self._size) * self._size
-        with self._changed:
-            while True:
-                for place, (scratch, free) in enumerate(self._idle):
-                    if scratch.nbytes >= nbytes:
-                        del self._idle[place]
-                        self._lane.wait(free)
-                        return scratch
-                while self._idle:  # all are too small, and computation that uses them is queued, so they can be freed
-                    del self._every[id(self._idle.popleft()[0])]
-                held = sum(scratch.nbytes for scratch in self._every.values())
-                if not self._computing or held + size <= _AHEAD * STAGED:
-                    made = self._lane.allocate(size)
-                    self._every[id(made)] = made
-                    return made
-                self._changed.wait()
+        size = -(-nbytes // self.size) * self.size
+        held = sum(scratch.nbytes for scratch in self._every.values())
+        is_full = held + size > _AHEAD * STAGED
+        for place, (scratch, free) in enumerate(self._idle):
+            if scratch.nbytes >= nbytes and (is_full or free.query()):
+                del self._idle[place]
+                self._lane.wait(free)
+                return scratch
+        while is_full and self._idle:  # too small, and computation that uses them is queued, so they can be freed
+            del self._every[id(self._idle.popleft()[0])]
+        made = self._lane.allocate(size)
+        self._every[id(made)] = made
+        return made
 
     def compute(self, scratch: Tensor, use: Callable[[], object]) -> None:
         """Queue ``use()``, which reads ``scratch``, after all copies queued so far; then it may be filled again."""
-        with self._changed:
-            self._computing += 1
-        free = None
-        try:
-            free = self._lane.compute(use, self._lane.copied())
-        finally:
-            with self._changed:
-                self._computing -= 1
-                if free is not None:
-                    self._idle.append((scratch, free))
-                self._changed.notify_all()
+        self._idle.append((scratch, self._lane.compute(use, self._lane.copied())))
 
     def end(self, *, is_whole: bool) -> None:
         """End a run; if it was aborted, wait for queued work."""
@@ -324,44 +275,76 @@ class Passage:
 
 
 class Handing:
-    """The transfer of one tensor, from byte ``at`` of a file, in pieces that threads read side by side.
+    """The transfer of one tensor in pieces. After the last, ``use`` gets it on the device; it must not keep it."""
 
-    After the last piece, ``use`` is called with the tensor to compute on the device; it must not keep it.
-    """
-
-    def __init__(
-        self,
-        passage: Passage,
-        read: Fill,
-        key: str,
-        at: int,
-        shape: Shape,
-        dtype: torch.dtype,
-        use: Callable[[Tensor], object],
-    ) -> None:
-        self._passage, self._read, self._key, self._at, self._use = passage, read, key, at, use
-        self._shape, self._dtype = shape, dtype
-        self._nbytes = torch.empty(shape, dtype=dtype, device="meta").nbytes
-        self._lock = threading.Lock()
+    def __init__(self, passage: Passage, shape: Shape, dtype: torch.dtype, use: Callable[[Tensor], object]) -> None:
+        self._passage, self._shape, self._dtype, self._use = passage, shape, dtype, use
+        self.nbytes: int = torch.empty(shape, dtype=dtype, device="meta").nbytes
         self._scratch: Tensor | None = None
-        self._left = self._nbytes
+        self._left = self.nbytes
 
     def pieces(self) -> Iterator[tuple[int, int]]:
         """Yield the first and the last byte of each piece, within the tensor."""
-        for start in range(0, self._nbytes, SLOT):
-            yield start, min(start + SLOT, self._nbytes)
+        for start in range(0, self.nbytes, SLOT):
+            yield start, min(start + SLOT, self.nbytes)
 
-    def bring(self, start: int, stop: int) -> None:
-        """Read one piece; start the pieces of one tensor before those of the next one, so that scratch is bounded."""
-        with self._lock:
-            if self._scratch is None:
-                self._scratch = self._passage.take(self._nbytes)
-            scratch = self._scratch
-        self._passage.bring(self._read, [(self._key, scratch, start, stop)], self._at + start)
-        with self._lock:
-            self._left -= stop - start
-            is_last = not self._left
-        if is_last:
-            self._scratch = None
-            values = scratch[: self._nbytes].view(self._dtype).view(self._shape)
+    def place(self, start: int, stop: int) -> Tensor:
+        """Return the memory for one piece; all pieces of one tensor come before those of the next one."""
+        if self._scratch is None:
+            self._scratch = self._passage.take(self.nbytes)
+        return self._scratch[start:stop]
+
+    def arrived(self, nbytes: int) -> None:
+        """Compute if these bytes, whose copy is queued, are the last ones."""
+        self._left -= nbytes
+        if self._left == 0 and self._scratch is not None:
+            scratch, self._scratch = self._scratch, None
+            values = scratch[: self.nbytes].view(self._dtype).view(self._shape)
             self._passage.compute(scratch, lambda: self._use(values))
+
+
+class Transfer(NamedTuple):
+    """A range of a file, from byte ``at`` on, and where on a device its bytes go: up to ``SLOT``."""
+
+    passage: Passage
+    file: ReadableFile
+    at: int
+    parts: Sequence[tuple[str, int]]
+    """Keys, and how many bytes of each, in order."""
+    targets: Callable[[], Sequence[Tensor]]
+    """What returns uint8 tensors on the device, one for each of the parts; called when the bytes have been read."""
+    arrived: Callable[[int], object] | None = None
+    """What is called with the number of bytes when their copies have been queued."""
+
+
+class Transfers:
+    """Transfers in order, by one thread: reads go ahead, as far as there are buffers; copies follow."""
+
+    def __init__(self, ring: Ring) -> None:
+        self._ring = ring
+        self._under_way: deque[tuple[Transfer, Slot, Callable[[], None]]] = deque()
+
+    def add(self, transfer: Transfer) -> int:
+        """Begin to read for ``transfer``; return the number of bytes whose copies were queued meanwhile."""
+        done = 0
+        while (slot := self._ring.take(transfer.passage.size, may_wait=not self._under_way)) is None:
+            done += self._finish()
+        wait = self._ring.readers.start(transfer.file, slot.tensor, transfer.parts, transfer.at)
+        self._under_way.append((transfer, slot, wait))
+        return done
+
+    def end(self) -> int:
+        """Queue all copies that are left; return their number of bytes."""
+        done = 0
+        while self._under_way:
+            done += self._finish()
+        return done
+
+    def _finish(self) -> int:
+        transfer, slot, wait = self._under_way.popleft()
+        wait()
+        transfer.passage.send(slot, transfer.targets())
+        nbytes = sum(count for _, count in transfer.parts)
+        if transfer.arrived is not None:
+            transfer.arrived(nbytes)
+        return nbytes

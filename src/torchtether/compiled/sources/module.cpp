@@ -4,21 +4,27 @@
 // dtype and address of their arguments (tensors.h, calls.h); the loops of the encoders rely on the checks in loops.py.
 
 #include <dlfcn.h>
+#include <errno.h>
+#include <unistd.h>
 #if WITH_TILES
 #include <cpuid.h>
 #include <sys/syscall.h>
-#include <unistd.h>
 #endif
 
 #include <atomic>
 #include <cmath>
+#include <condition_variable>
 #include <cstdint>
 #include <cstring>
+#include <deque>
+#include <map>
 #include <mutex>
 #include <new>
 #include <shared_mutex>
 #include <stdexcept>
 #include <string>
+#include <system_error>
+#include <thread>
 #include <tuple>
 #include <type_traits>
 #include <unordered_map>
@@ -266,6 +272,7 @@ PyObject* encode_rows(PyObject*, PyObject* const* given, Py_ssize_t count) {
 }
 
 #include "checksum.h"
+#include "readers.h"
 
 // -- the module -------------------------------------------------------------------------------------------------------------
 
@@ -329,6 +336,9 @@ PyMethodDef METHODS[] = {
     LOOP(decode_affine),
     LOOP(decode_table),
     METHOD("fold_crc32", fold_crc32),
+    METHOD("open_readers", open_readers),
+    METHOD("start_read", start_read),
+    METHOD("finish_read", finish_read),
     {nullptr, nullptr, 0, nullptr},
 };
 PyModuleDef MODULE = {PyModuleDef_HEAD_INIT, "_native", nullptr, -1, METHODS, nullptr, nullptr, nullptr, nullptr};
