@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .tile_kernels import WHOLE, levels_of_tile, scales_of_tile, values_of_tile
+from .tile_kernels import WHOLE, inputs_of_tile, levels_of_tile, products_of_words, scales_of_tile, values_of_tile
 
 
 @triton.jit(do_not_specialize=["start", "count", "rows", "magic"])
@@ -54,12 +54,15 @@ def _products(
     """
     sums = tl.zeros((N, S), tl.float32)
     for k in range(0, columns, K):
-        column, first = k + tl.arange(0, K), k + tl.arange(0, S) * (K // S)
+        first = k + tl.arange(0, S) * (K // S)
         mask = is_row[:, None] & (first < columns)[None, :]
         at = (n // height * groups)[:, None] + (first // FORMAT.group)[None, :]
-        w = levels_of_tile(codes, zero, n, is_row, at, mask, k, columns, row_bytes, magic, FORMAT, N, K, S, IN_WORDS)
-        some = tl.load(x + column, column < columns, other=0).to(tl.float32)
-        part = tl.sum(tl.reshape(w * some[None, :], (N, S, K // S)), 2)
+        some = inputs_of_tile(x, k, columns, FORMAT, K)
+        if IN_WORDS:
+            part = products_of_words(codes, zero, some, n, is_row, at, mask, k, row_bytes, magic, FORMAT, N, K, S)
+        else:
+            w = levels_of_tile(codes, zero, n, is_row, at, mask, k, columns, row_bytes, magic, FORMAT, N, K, S, False)
+            part = tl.sum(tl.reshape(w * some[None, :], (N, S, K // S)), 2)
         if FORMAT.group < WHOLE:
             part = part * scales_of_tile(scale, extra, offset, at, mask, FORMAT)
         sums += part

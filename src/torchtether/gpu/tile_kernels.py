@@ -18,10 +18,9 @@ WHOLE = tl.constexpr(_WHOLE)
 
 
 @triton.jit
-def _table(VALUES: tl.constexpr, SIZE: tl.constexpr):
-    """Return the numbers whose bits are ``VALUES``: (SIZE,), a power of two; missing ones are 0."""
-    place = tl.arange(0, SIZE)
-    made = tl.zeros((SIZE,), tl.int32)
+def _numbers(VALUES: tl.constexpr, place):
+    """Return the numbers whose bits are ``VALUES`` at each ``place``; missing ones are 0."""
+    made = tl.zeros_like(place)
     for i in tl.static_range(len(VALUES)):
         made = tl.where(place == i, VALUES[i], made)
     return made.to(tl.float32, bitcast=True)
@@ -32,6 +31,33 @@ def _look_up(table, codes):
     """Return ``table[codes]`` of a tile of codes."""
     found = tl.gather(table, tl.reshape(codes.to(tl.int32), (codes.numel,)), 0)
     return tl.reshape(found, codes.shape)
+
+
+@triton.jit
+def _table_for(words, VALUES: tl.constexpr):
+    """Return the table of 16 numbers in which ``_look_up_lowest`` looks up bits of ``words``."""
+    if target_info.cuda_capability_geq(8, 0):  # each thread has one number, by its lane: a warp has all of them twice
+        lane = tl.inline_asm_elementwise("mov.u32 $0, %laneid;", "=r,r", [tl.zeros_like(words)], tl.int32, True, 1)
+        made = _numbers(VALUES, lane & 15)
+    else:
+        made = _numbers(VALUES, tl.arange(0, 16))
+    return made
+
+
+@triton.jit
+def _look_up_lowest(table, codes):
+    """Return the numbers in ``table`` at the lowest 4 bits of ``codes``.
+
+    The instruction takes the number of the lane with the lowest 5 bits: of both such lanes the same. ``tl.gather``
+    would need one more instruction for each number, to cut out the bits.
+    """
+    if target_info.cuda_capability_geq(8, 0):
+        made = tl.inline_asm_elementwise(
+            "shfl.sync.idx.b32 $0, $1, $2, 31, -1;", "=r,r,r", [table, codes], tl.float32, True, 1
+        )
+    else:
+        made = _look_up(table, codes & 15)
+    return made
 
 
 @triton.jit
@@ -90,7 +116,7 @@ def _codes(codes, n, is_row, k, columns, row_bytes, FORMAT: tl.constexpr, K: tl.
 @triton.jit
 def _levels(codes, FORMAT: tl.constexpr):
     if FORMAT.source == "table":
-        made = _look_up(_table(FORMAT.table, 1 << FORMAT.bits), codes)
+        made = _look_up(_numbers(FORMAT.table, tl.arange(0, 1 << FORMAT.bits)), codes)
     elif FORMAT.source == "e4m3":
         made = _from_e4m3(codes)
     elif FORMAT.source == "e5m2":  # the upper byte of a float16
@@ -98,6 +124,15 @@ def _levels(codes, FORMAT: tl.constexpr):
     else:
         made = codes.to(tl.float32)
     return made
+
+
+@triton.jit
+def _words(codes, n, is_row, k, row_bytes, K: tl.constexpr):
+    """Return the words of 8 codes of the rows ``n`` (N,) at the columns ``k`` to ``k + K``: (N, K // 8)."""
+    word = k // 8 + tl.arange(0, K // 8)
+    is_word = is_row[:, None] & (word < row_bytes // 4)[None, :]
+    words = codes.to(tl.pointer_type(tl.int32)) + n[:, None] * (row_bytes // 4) + word[None, :]
+    return tl.load(words, is_word, other=0)
 
 
 @triton.jit
@@ -128,7 +163,7 @@ def _nibbles(words, less, magic, FORMAT: tl.constexpr):
     )
     made = tl.interleave(even, odd)
     if FORMAT.source == "table":
-        made = _look_up(_table(FORMAT.table, 16), made)
+        made = _look_up(_numbers(FORMAT.table, tl.arange(0, 16)), made)
     return made
 
 
@@ -169,10 +204,7 @@ def levels_of_tile(
     if zero is not None:
         less = tl.load(zero + at, mask, other=0).to(tl.float32) + FORMAT.offset
     if IN_WORDS:
-        word = k // 8 + tl.arange(0, K // 8)
-        is_word = is_row[:, None] & (word < row_bytes // 4)[None, :]
-        words = codes.to(tl.pointer_type(tl.int32)) + n[:, None] * (row_bytes // 4) + word[None, :]
-        found = tl.load(words, is_word, other=0)
+        found = _words(codes, n, is_row, k, row_bytes, K)
         if tl.float32 == DTYPE:
             if zero is not None:
                 less = _spread(less, N, K // 8, S)
@@ -191,6 +223,63 @@ def levels_of_tile(
 
 
 @triton.jit
+def inputs_of_tile(x, k, columns, FORMAT: tl.constexpr, K: tl.constexpr):
+    """Return the inputs ``x`` at the columns ``k`` to ``k + K``, float32: (K,).
+
+    They are read as parts of 128 bits, in an order by which each thread has those of the 128 bits of codes it reads:
+    otherwise they would go through memory that warps share, with barriers.
+    """
+    EACH: tl.constexpr = 128 // FORMAT.bits
+    PART: tl.constexpr = 128 // x.dtype.element_ty.primitive_bitwidth
+    part = tl.arange(0, K // EACH)[None, :, None] * EACH + tl.arange(0, EACH // PART)[:, None, None] * PART
+    column = k + part + tl.arange(0, PART)[None, None, :]
+    made = tl.load(x + column, column < columns, other=0)
+    made = tl.reshape(tl.permute(made, (1, 0, 2)), (K,))
+    if x.dtype.element_ty == tl.bfloat16:
+        made = (made.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    return made.to(tl.float32)
+
+
+@triton.jit
+def _add_products(
+    sums, words, x, less, table, magic,
+    FORMAT: tl.constexpr, COUNT: tl.constexpr = 8, AT: tl.constexpr = 0, STEP: tl.constexpr = 4,
+):  # fmt: skip
+    """Return ``sums`` (N, W) plus products of ``x`` (W, COUNT) with the levels in words at the bits ``AT + STEP * i``.
+
+    One is added after the other: of a product and ``tl.sum``, not every Triton makes fused multiplications and adds.
+    """
+    if COUNT > 1:
+        even, odd = tl.split(tl.reshape(x, (x.numel // COUNT, COUNT // 2, 2)))
+        sums = _add_products(sums, words, even, less, table, magic, FORMAT, COUNT // 2, AT, STEP * 2)
+        sums = _add_products(sums, words, odd, less, table, magic, FORMAT, COUNT // 2, AT + STEP, STEP * 2)
+    else:
+        if FORMAT.source == "table":
+            levels = _look_up_lowest(table, words >> AT)
+        elif AT <= 16:
+            levels = _nibble(words, less, magic, AT, FORMAT)
+        else:
+            levels = _nibble(words >> 12, less, magic, AT - 12, FORMAT)
+        sums += levels * tl.reshape(x, (1, x.numel))
+    return sums
+
+
+@triton.jit
+def products_of_words(
+    codes, zero, x, n, is_row, at, mask, k, row_bytes, magic,
+    FORMAT: tl.constexpr, N: tl.constexpr, K: tl.constexpr, S: tl.constexpr,
+):  # fmt: skip
+    """Return sums of products of ``x`` (K,) with the levels that ``levels_of_tile`` finds in words: (N, S)."""
+    less = FORMAT.offset
+    if zero is not None:
+        less = _spread(tl.load(zero + at, mask, other=0).to(tl.float32) + FORMAT.offset, N, K // 8, S)
+    words = _words(codes, n, is_row, k, row_bytes, K)
+    table = _table_for(words, FORMAT.table) if FORMAT.source == "table" else None
+    sums = _add_products(tl.zeros((N, K // 8), tl.float32), words, x, less, table, magic, FORMAT)
+    return tl.sum(tl.reshape(sums, (N, S, K // 8 // S)), 2)
+
+
+@triton.jit
 def scales_of_tile(scale, extra, offset, at, mask, FORMAT: tl.constexpr):
     """Return the scales at the indices ``at``, float32."""
     made = tl.load(scale + at, mask, other=0)
@@ -200,7 +289,7 @@ def scales_of_tile(scale, extra, offset, at, mask, FORMAT: tl.constexpr):
     elif FORMAT.scale == "e4m3":
         made = _from_e4m3(made)
     elif FORMAT.scale == "nested":
-        made = _look_up(_table(FORMAT.dynamic, 256), made)
+        made = _look_up(_numbers(FORMAT.dynamic, tl.arange(0, 256)), made)
         made = made * tl.load(extra + at // FORMAT.nested, mask, other=0) + tl.load(offset)
     else:
         made = made.to(tl.float32)
