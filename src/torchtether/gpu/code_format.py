@@ -37,6 +37,8 @@ class CodeFormat:
     global_scale: str = "none"
     is_flat: bool = False
     table: tuple[int, ...] = ()
+    is_e2m1: bool = False
+    """Whether the table is that of e2m1, whose numbers the bits of a code are."""
     dynamic: tuple[int, ...] = ()
     hashed: int = field(init=False, repr=False, compare=False)
     """Its hash, for which every launch asks; tables have up to 256 numbers."""

@@ -129,6 +129,7 @@ def multiply(codes: Codes, x: Tensor, bias: Tensor | None, out: Tensor) -> None:
             parts,
             columns % wide == 0,
             is_after,
+            form.is_e2m1 and form.scale == "e4m3" and not is_after and x.dtype.itemsize == 2,
             num_warps=warps,
         )
 
@@ -208,12 +209,13 @@ def tile_of_few(form: CodeFormat, rows: int, columns: int, count: int) -> tuple[
     if count == 1:
         high, most, warps = OTHER_ROW
         return high, max(16, min(most, 1 << (columns - 1).bit_length())), 1, warps, False
-    kind = "many of a table" if form.source == "table" else "many of 8 bits" if form.bits == 8 else ""
+    is_table = form.source == "table" and not form.is_e2m1
+    kind = "many of a table" if is_table else "many of 8 bits" if form.bits == 8 else ""
     high, most, warps = FEW_ROWS[kind if rows >= MANY else ""]
     least = 128 // form.bits if 8 % form.bits == 0 else 16
     wide = max(least, min(most, 1 << (columns - 1).bit_length()))
     warps = parts = min(warps, wide // least)
-    if not _is_simple(form) or form.source == "table":
+    if not _is_simple(form) or is_table:
         return high, wide, parts, warps, False
     if form.group % (wide // parts) == 0:
         return high, wide, parts, warps, True

@@ -10,7 +10,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .tile_kernels import WHOLE, inputs_of_tile, levels_of_tile, products_of_words, scales_of_tile, values_of_tile
+from .tile_kernels import (
+    WHOLE,
+    inputs_of_tile,
+    levels_of_tile,
+    products_of_words,
+    scaled_levels_of_tile,
+    scales_of_tile,
+    times_global_scale,
+    values_of_tile,
+)
 
 
 @triton.jit(do_not_specialize=["start", "count", "rows", "magic"])
@@ -122,13 +131,13 @@ def multiply_rows(
     out, x, bias, count, stride, rows,
     codes, scale, zero, extra, offset, columns, row_bytes, groups, height, magic,
     FORMAT: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, S: tl.constexpr, IN_WORDS: tl.constexpr,
-    B: tl.constexpr, IS_EVEN: tl.constexpr, IS_AFTER: tl.constexpr,
+    B: tl.constexpr, IS_EVEN: tl.constexpr, IS_AFTER: tl.constexpr, IS_EXACT: tl.constexpr,
 ):  # fmt: skip
     """Write ``x @ values.T + bias``; if ``M``, the most rows, is not 1, values are rounded to the dtype of ``x``.
 
     Of ``M`` rows ``B`` parts of the columns of a tile have sums of their own, and warps of their own to compute them.
     ``IS_AFTER``: levels minus zero points, which that dtype holds exactly, are multiplied, and the sums of parts, each
-    in one group, scaled.
+    in one group, scaled. ``IS_EXACT``: that dtype holds levels times scales exactly, without the factor of all scales.
     """
     n = tl.program_id(0).to(tl.int64) * N + tl.arange(0, N)
     is_row = n < rows
@@ -141,6 +150,11 @@ def multiply_rows(
             at = (n // height * groups)[:, None] + (first // FORMAT.group)[None, :]
             w = levels_of_tile(
                 codes, zero, n, is_row, at, mask, k, columns, row_bytes, magic,
+                FORMAT, N, K, S, IN_WORDS, x.dtype.element_ty,
+            )  # fmt: skip
+        elif IS_EXACT:
+            w = scaled_levels_of_tile(
+                codes, scale, zero, extra, offset, n, is_row, k, columns, row_bytes, groups, height, magic,
                 FORMAT, N, K, S, IN_WORDS, x.dtype.element_ty,
             )  # fmt: skip
         else:
@@ -169,7 +183,9 @@ def multiply_rows(
     made = tl.sum(sums, 1)[:, None] if M == 1 else tl.sum(sums, 0)
     if IS_AFTER and FORMAT.group == WHOLE:
         made = made * scales_of_tile(scale, extra, offset, n // height, is_row, FORMAT)[:, None]
-    if IS_AFTER and FORMAT.unit != 1.0:
+    if IS_EXACT:
+        made = times_global_scale(made, extra, FORMAT)
+    if (IS_AFTER or IS_EXACT) and FORMAT.unit != 1.0:
         made = made * FORMAT.unit
     if bias is not None:
         made += tl.load(bias + n, is_row, other=0).to(tl.float32)[:, None]

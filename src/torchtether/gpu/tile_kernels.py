@@ -174,20 +174,40 @@ def _half_nibble(words, AT: tl.constexpr, ONE: tl.constexpr, DTYPE: tl.constexpr
 
 
 @triton.jit
-def _half_nibbles(words, ONE: tl.constexpr, DTYPE: tl.constexpr):
-    """Return the 8 codes of each word, in bfloat16 or float16: (N, 8 W) from (N, W).
+def _half_e2m1(words, AT: tl.constexpr, DTYPE: tl.constexpr):
+    """Return the number of each word from bit ``AT`` on times 2**-126, in float16 times 2**-14: its bits, moved."""
+    PLACE: tl.constexpr = (6 if tl.bfloat16 == DTYPE else 9) - AT  # of the lowest of its bits
+    low = words << PLACE if PLACE >= 0 else words >> -PLACE
+    high = words << 12 - AT if AT <= 12 else words >> AT - 12
+    return (high & 0x8000 | low & (0x1C0 if tl.bfloat16 == DTYPE else 0xE00)).to(tl.int16).to(DTYPE, bitcast=True)
 
-    ``ONE`` is the power of two whose lowest bits count in ones.
-    """
+
+@triton.jit
+def _half(words, AT: tl.constexpr, ONE: tl.constexpr, DTYPE: tl.constexpr, FORMAT: tl.constexpr):
+    if FORMAT.is_e2m1:
+        made = _half_e2m1(words, AT, DTYPE)
+    else:
+        made = _half_nibble(words, AT, ONE, DTYPE)
+    return made
+
+
+@triton.jit
+def _half_nibbles(words, DTYPE: tl.constexpr, FORMAT: tl.constexpr):
+    """Return the 8 codes of each word, integers or of e2m1, in bfloat16 or float16: (N, 8 W) from (N, W)."""
+    ONE: tl.constexpr = 128.0 if tl.bfloat16 == DTYPE else 1024.0  # the power of two whose lowest bits count in ones
     even = tl.interleave(
-        tl.interleave(_half_nibble(words, 0, ONE, DTYPE), _half_nibble(words, 16, ONE, DTYPE)),
-        tl.interleave(_half_nibble(words, 8, ONE, DTYPE), _half_nibble(words, 24, ONE, DTYPE)),
+        tl.interleave(_half(words, 0, ONE, DTYPE, FORMAT), _half(words, 16, ONE, DTYPE, FORMAT)),
+        tl.interleave(_half(words, 8, ONE, DTYPE, FORMAT), _half(words, 24, ONE, DTYPE, FORMAT)),
     )
     odd = tl.interleave(
-        tl.interleave(_half_nibble(words, 4, ONE, DTYPE), _half_nibble(words, 20, ONE, DTYPE)),
-        tl.interleave(_half_nibble(words, 12, ONE, DTYPE), _half_nibble(words, 28, ONE, DTYPE)),
+        tl.interleave(_half(words, 4, ONE, DTYPE, FORMAT), _half(words, 20, ONE, DTYPE, FORMAT)),
+        tl.interleave(_half(words, 12, ONE, DTYPE, FORMAT), _half(words, 28, ONE, DTYPE, FORMAT)),
     )
-    return tl.interleave(even, odd) - ONE
+    made = tl.interleave(even, odd)
+    if FORMAT.is_e2m1:
+        return made * (8.507059173023462e37 if tl.bfloat16 == DTYPE else 16384.0)
+    else:
+        return made - ONE
 
 
 @triton.jit
@@ -198,7 +218,8 @@ def levels_of_tile(
 ):  # fmt: skip
     """Return the levels of the rows ``n`` at the columns ``k`` to ``k + K``, minus zero points and offset: (N, K).
 
-    ``at`` (N, S) are the indices of the zero points. Integers in words are of the dtype ``DTYPE``, all others float32.
+    ``at`` (N, S) are the indices of the zero points. Integers and numbers of e2m1 in words are of the dtype ``DTYPE``,
+    all others float32.
     """
     less = FORMAT.offset
     if zero is not None:
@@ -209,10 +230,12 @@ def levels_of_tile(
             if zero is not None:
                 less = _spread(less, N, K // 8, S)
             made = _nibbles(found, less, magic, FORMAT)
+        elif FORMAT.is_e2m1:
+            made = _half_nibbles(found, DTYPE, FORMAT)
         else:
             if zero is not None:
                 less = _spread(less.to(DTYPE), N, K, S)
-            made = _half_nibbles(found, 128.0 if tl.bfloat16 == DTYPE else 1024.0, DTYPE) - less
+            made = _half_nibbles(found, DTYPE, FORMAT) - less
     else:
         made = _levels(_codes(codes, n, is_row, k, columns, row_bytes, FORMAT, K), FORMAT)
         if zero is not None:
@@ -280,8 +303,8 @@ def products_of_words(
 
 
 @triton.jit
-def scales_of_tile(scale, extra, offset, at, mask, FORMAT: tl.constexpr):
-    """Return the scales at the indices ``at``, float32."""
+def scales_of_tile(scale, extra, offset, at, mask, FORMAT: tl.constexpr, IS_WHOLE: tl.constexpr = True):
+    """Return the scales at the indices ``at``, float32; if not ``IS_WHOLE``, without the factor of all."""
     made = tl.load(scale + at, mask, other=0)
     if FORMAT.scale == "e8m0":
         bits = tl.where(made == 0, 0x400000, made.to(tl.int32) << 23)
@@ -293,11 +316,36 @@ def scales_of_tile(scale, extra, offset, at, mask, FORMAT: tl.constexpr):
         made = made * tl.load(extra + at // FORMAT.nested, mask, other=0) + tl.load(offset)
     else:
         made = made.to(tl.float32)
-    if FORMAT.global_scale == "multiplies":
-        made = made * tl.load(extra)
-    if FORMAT.global_scale == "divides":
-        made = tl.div_rn(made, tl.load(extra))  # a plain division is not rounded correctly
+    if IS_WHOLE:
+        made = times_global_scale(made, extra, FORMAT)
     return made
+
+
+@triton.jit
+def times_global_scale(x, extra, FORMAT: tl.constexpr):
+    """Return ``x`` times the factor of all scales, if there is one."""
+    if FORMAT.global_scale == "multiplies":
+        x = x * tl.load(extra)
+    if FORMAT.global_scale == "divides":
+        x = tl.div_rn(x, tl.load(extra))  # a plain division is not rounded correctly
+    return x
+
+
+@triton.jit
+def scaled_levels_of_tile(
+    codes, scale, zero, extra, offset, n, is_row, k, columns, row_bytes, groups, height, magic,
+    FORMAT: tl.constexpr, N: tl.constexpr, K: tl.constexpr, S: tl.constexpr, IN_WORDS: tl.constexpr,
+    DTYPE: tl.constexpr,
+):  # fmt: skip
+    """Return the levels times their scales, without the factor of all, exactly in ``DTYPE`` of 16 bits: (N, K)."""
+    first = k + tl.arange(0, S) * (K // S)
+    mask = is_row[:, None] & (first < columns)[None, :]
+    at = (n // height * groups)[:, None] + (first // FORMAT.group)[None, :]
+    levels = levels_of_tile(
+        codes, zero, n, is_row, at, mask, k, columns, row_bytes, magic, FORMAT, N, K, S, IN_WORDS, DTYPE
+    )
+    by = scales_of_tile(scale, extra, offset, at, mask, FORMAT, False).to(DTYPE)
+    return levels.to(DTYPE) * _spread(by, N, K, S)
 
 
 @triton.jit

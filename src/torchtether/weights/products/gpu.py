@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ...gpu import decoding, serves
 from ...gpu.code_format import WHOLE, CodeFormat, bits_of
+from ...schemes.tables import E2M1
 from .layout import DTYPES, Layout, Rows
 
 _SOURCES = {0: "signed", 1: "unsigned", 2: "e4m3", 3: "e5m2", 4: "table", 7: "table"}
@@ -22,6 +23,7 @@ _FAMILIES = ("simple", "biased", "biased_first", "super", "ordered")
 _SCALES = {3: "e8m0", 4: "e4m3", 7: "nested"}
 _GLOBALS = ("none", "multiplies", "divides")
 _ROUNDED = ("float32", "bfloat16", "float16")
+_E2M1 = bits_of(E2M1)
 _TINY = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu)
 
 
@@ -130,6 +132,7 @@ def _known(layout: Layout) -> _Known | None:
     fields = layout.fields
     if layout.columns > WHOLE:
         return None
+    table = bits_of(fields["levels"] or fields["table"]) if _SOURCES[fields["source"]] == "table" else ()
     source, scale = _SOURCES[fields["source"]], _SCALES.get(fields["scale"], "float")
     form = CodeFormat(
         bits=fields["bits"],
@@ -143,7 +146,8 @@ def _known(layout: Layout) -> _Known | None:
         nested=max(fields["nested"], 1),
         global_scale=_GLOBALS[fields["global_scale"]],
         is_flat=bool(fields["is_flat"]),
-        table=bits_of(fields["levels"] or fields["table"]) if source == "table" else (),
+        table=table,
+        is_e2m1=table == _E2M1,
         dynamic=bits_of(fields["dynamic"]),
     )
     is_there = tuple(kind >= 0 for kind in fields["types"])
