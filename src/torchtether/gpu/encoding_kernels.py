@@ -14,10 +14,12 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language import target_info
 
 TINY = tl.constexpr(2.0**-126)
 LIMIT = tl.constexpr(2.0**127)  # beyond it a number that is rounded up may overflow float32
 MAGIC = tl.constexpr(12582912.0)  # 1.5 * 2**23: in a sum with it the last bit is 1
+MOST_INVERSE = tl.constexpr(2.0**80)  # that ``quotients`` may be given
 AFFINE, FLOAT8, NEAREST = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
@@ -170,15 +172,41 @@ def _above_by_place(y, E: tl.constexpr, PLACES: tl.constexpr):
 
 
 @triton.jit
+def quotients(x, by, inverse):
+    """Return ``x / by`` in three instructions per number, where ``inverse`` is ``div_rn(1.0, by)``, as ``div_rn`` does.
+
+    They have its bits if ``by`` is between 1 / ``MOST_INVERSE`` and 2**126, the quotient is finite and not below
+    2**-22, and smaller ones are smaller than 2**-21 and have its sign, that of zeros, too: enough for whoever rounds
+    them to codes, or adds an integer first.
+
+    ``near`` is within 1.5 units in its last place of the quotient, so that the remainder is exact (Markstein), as long
+    as its last bit can be 2**-149, for which both limits are chosen. A quotient cannot be so near to the middle of
+    two numbers, which is half such a unit from ``near``, that the error of ``inverse`` times the remainder matters.
+    Nothing is added to a zero but -0, hence the signs of the factors.
+    """
+    near = x * inverse
+    return tl.fma(tl.fma(near, by, x * -1.0), inverse * -1.0, near)  # - x would be 0 - x, an instruction
+
+
+@triton.jit
 def float8_codes(y, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
-    """Return the codes of ``y``, which must round to a finite one, in the lowest bytes of integers."""
+    """Return the codes of ``y``, NaN or what rounds to a finite one, in the lowest bytes of integers."""
+    if MANTISSA == 3 and target_info.cuda_capability_geq(8, 9):
+        return y.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    else:
+        return _float8_codes(y, MANTISSA, BIAS)
+
+
+@triton.jit
+def _float8_codes(y, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
     CUT: tl.constexpr = 23 - MANTISSA
     UNIT: tl.constexpr = (128 - BIAS + CUT) << 23
     bits = bits_of(y)
     rest = bits & 0x7FFFFFFF
     normal = (rest - ((127 - BIAS) << 23) + ((1 << (CUT - 1)) - 1) + ((rest >> CUT) & 1)) >> CUT
     subnormal = bits_of(float_of(rest) + float_of(tl.full(rest.shape, UNIT, tl.int32))) - UNIT
-    return ((bits >> 24) & 0x80) | tl.where(rest < ((128 - BIAS) << 23), subnormal, normal)
+    codes = ((bits >> 24) & 0x80) | tl.where(rest < ((128 - BIAS) << 23), subnormal, normal)
+    return tl.where(y == y, codes, codes | 0x7F)
 
 
 @triton.jit
