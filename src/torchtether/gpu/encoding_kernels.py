@@ -4,8 +4,9 @@ A *run* is the ``width`` columns of a row that share a scale; the last run of a 
 ``RUNS`` runs of up to ``BLOCK`` columns, or a piece of ``BLOCK`` columns of a longer one.  With FLAT, runs are
 contiguous, in the numbers and in the codes, so that rows do not matter; with FULL they also fill their blocks.
 
-Bits are those of torch ops: divisions are IEEE's (``div_rn``; ``/`` is approximate), products and sums stay two steps
-(the calls pass ``enable_fp_fusion=False``), and numbers are rounded by adding a constant, half to even.
+Bits are those of torch ops: divisions are IEEE's (``div_rn``, or ``quotients`` by the one scale of a long run; ``/`` is
+approximate), products and sums stay two steps (the calls pass ``enable_fp_fusion=False``), and numbers are rounded by
+adding a constant, half to even.
 """
 
 # mypy: ignore-errors
@@ -211,12 +212,15 @@ def _float8_codes(y, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
 
 @triton.jit
 def _codes(
-    x, by, shift, lowest, highest, offset,
-    KIND: tl.constexpr, DIVIDES: tl.constexpr, SHIFTS: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
-    EDGES: tl.constexpr, PLACES: tl.constexpr, ORDER: tl.constexpr,
+    x, by, inverse, is_usual, shift, lowest, highest, offset,
+    KIND: tl.constexpr, DIVIDES: tl.constexpr, ONCE: tl.constexpr, SHIFTS: tl.constexpr, MANTISSA: tl.constexpr,
+    BIAS: tl.constexpr, EDGES: tl.constexpr, PLACES: tl.constexpr, ORDER: tl.constexpr,
 ):  # fmt: skip
     """Return the codes of ``x``, in the lowest bytes of integers."""
-    y = tl.div_rn(x, by) if DIVIDES else x * by
+    if ONCE:
+        y = quotients(x, by, inverse) if is_usual else tl.div_rn(x, by)
+    else:
+        y = tl.div_rn(x, by) if DIVIDES else x * by
     if SHIFTS:
         y = y + shift
     if KIND == AFFINE:
@@ -290,9 +294,15 @@ def encode(
         if SHIFTS:
             shift = tl.load(zero_ptr + at, mask=valid, other=0.0)
     by, shift = by[:, None], shift[:, None]
+    inverse, is_usual = by, True
+    ONCE: tl.constexpr = FITS and DIVIDES and RUNS == 1  # and with FITS no quotient overflows
+    if ONCE:
+        inverse = tl.div_rn(1.0, by)
+        is_usual = (tl.min(by) * MOST_INVERSE >= 1) & (tl.max(by) < LIMIT / 2)
     for start in range(first, width if LOOPS else first + BLOCK, BLOCK):
         x, _ = _read(x_ptr, begin, start + tl.arange(0, BLOCK), count, valid, FULL)
         codes = _codes(
-            x, by, shift, lowest, highest, offset, KIND, DIVIDES, SHIFTS, MANTISSA, BIAS, EDGES, PLACES, ORDER
+            x, by, inverse, is_usual, shift, lowest, highest, offset, KIND, DIVIDES, ONCE, SHIFTS,
+            MANTISSA, BIAS, EDGES, PLACES, ORDER,
         )  # fmt: skip
         _store(codes_ptr, codes, to, start, count, valid, BITS, FULL, BLOCK, RUNS)
