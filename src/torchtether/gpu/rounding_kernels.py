@@ -62,7 +62,7 @@ def _power_above(x):
 
 @triton.jit
 def _from_float8(x):
-    """Return ``x``, of magnitudes up to 448 but for NaN, rounded to e4m3, in float32."""
+    """Return ``x``, of magnitudes that round to 448 or less, rounded to e4m3, in float32; of infinity, anything."""
     if target_info.cuda_capability_geq(8, 9):
         return x.to(tl.float8e4nv).to(tl.float16).to(tl.float32)
     else:
