@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.schemes import laws
+from tests.weights.triton_cases import interpret_rightly
 from torchtether import compiled, gpu
 from torchtether.errors import SchemeError
 from torchtether.gpu import serving
@@ -17,6 +18,7 @@ from torchtether.schemes.tables import NF4
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # numpy's, of what is not finite
 if os.environ.get("TRITON_INTERPRET") != "1":
     raise ImportError("Triton would compile for a GPU that is not there")
+interpret_rightly()
 
 KERNELS = {
     "int8": int8(),
@@ -120,6 +122,20 @@ def test_no_torch_op_walks_the_values(name, monkeypatch):
 )
 def test_rows_that_one_program_reads_piece_by_piece(name, columns):
     check(KERNELS[name], laws.make((2, columns), "spike", 3, torch.bfloat16))
+
+
+@pytest.mark.parametrize("name", ["int8", "int8 narrow", "uint8", "fp8"])
+def test_middles_of_codes_in_long_rows_of_any_scale(name):
+    """One program takes a row, and divides once where its scale is neither tiny nor huge."""
+    generator = torch.Generator().manual_seed(3)
+    draw = lambda *ends: torch.randint(*ends, (2100,), generator=generator).float()  # noqa: E731
+    middles = (draw(0, 16) + 0.5) * draw(-9, 6).exp2() if name == "fp8" else draw(0, 127) + 0.5
+    middles = middles.clamp_max(448) * (draw(0, 2) * 2 - 1)
+    middles[0] = {"fp8": 448.0, "uint8": 127.5}.get(name, 127.0)
+    middles[1] = -middles[0]
+    sizes = torch.tensor([-124.0, -120.0, -81.0, -80.0, 0.0, 90.0]).exp2().view(-1, 1)
+    for odd in (3.0, 5.0, 11.0, 13.0, 2 - 2.0**-23):
+        check(KERNELS[name], middles * odd * sizes)
 
 
 @pytest.mark.parametrize("name", ["int8", "uint8", "fp8", "nf4", "mxfp4"])

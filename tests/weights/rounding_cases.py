@@ -7,6 +7,7 @@ With ``every``, each shape has every dtype; without, one.
 """
 
 import json
+import math
 import sys
 from functools import partial
 from unittest import mock
@@ -24,7 +25,7 @@ from torchtether.weights.products import fitting, int_mm, rounding, scaled_mm
 from torchtether.weights.products.layout import layout_of
 
 KINDS = ("int8", "float8", "mxfp8", "mxfp4", "nvfp4")
-SHAPES = [(1, 1), (1, 64), (3, 70), (5, 33), (12, 96), (2, 2, 40), (200,), (0, 64)]
+SHAPES = [(1, 1), (1, 64), (3, 70), (5, 33), (16, 96), (2, 2, 40), (200,), (0, 64)]
 
 
 def with_torch_ops(work, *args):
@@ -48,7 +49,7 @@ def numbers(generator, shape, dtype):
     x = x * (torch.randn(shape, generator=generator) * 3).exp()
     rows, info = x.view(-1, shape[-1]), torch.finfo(dtype)
     for number, row in enumerate(rows):
-        kind = int(torch.randint(12, (), generator=generator)) if len(rows) < 12 else number
+        kind = int(torch.randint(16, (), generator=generator)) if len(rows) < 16 else number
         if kind == 0:
             row *= 0.0
         elif kind == 1:
@@ -68,7 +69,21 @@ def numbers(generator, shape, dtype):
                 row[0] = top
         elif kind == 10:
             row[: len(row) // 2] = -0.0
+        elif kind in (11, 12, 13, 14):
+            row.copy_(between_codes(generator, len(row), info, is_int=kind < 13, is_exact=kind % 2 == 0))
     return x.to(dtype)
+
+
+def between_codes(generator, count, info, is_int, is_exact):
+    """Multiples of a divisor of any size: the middles of two codes, or numbers next to these."""
+    draw = lambda *ends: torch.randint(*ends, (count,), generator=generator).float()  # noqa: E731
+    middles = draw(0, 127) + 0.5 if is_int else ((draw(0, 16) + 0.5) * draw(-9, 6).exp2()).clamp_max(448)
+    middles[0] = 127 if is_int else 448
+    size = max(pick(generator, (-125, -81, -80, 0, 90)), math.log2(info.tiny) + 1)
+    size = min(size, math.log2(info.max) - 13)
+    odd = pick(generator, (3.0, 5.0, 11.0, 13.0)) if is_exact else 2 - info.eps
+    near = middles * odd if is_exact else middles * odd * (1 + draw(-1, 2) * info.eps)
+    return near * draw(0, 2).sub(0.5).sign() * 2.0**size
 
 
 FORMS = {

@@ -4,8 +4,9 @@ A *run* is the ``width`` columns of a row that share a scale; the last run of a 
 ``RUNS`` runs of up to ``BLOCK`` columns, or a piece of ``BLOCK`` columns of a longer one.  With FLAT, runs are
 contiguous, in the numbers and in the codes, so that rows do not matter; with FULL they also fill their blocks.
 
-Bits are those of torch ops: divisions are IEEE's (``div_rn``; ``/`` is approximate), products and sums stay two steps
-(the calls pass ``enable_fp_fusion=False``), and numbers are rounded by adding a constant, half to even.
+Bits are those of torch ops: divisions are IEEE's (``div_rn``, or ``quotients`` by the one scale of a long run; ``/`` is
+approximate), products and sums stay two steps (the calls pass ``enable_fp_fusion=False``), and numbers are rounded by
+adding a constant, half to even.
 """
 
 # mypy: ignore-errors
@@ -14,10 +15,12 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language import target_info
 
 TINY = tl.constexpr(2.0**-126)
 LIMIT = tl.constexpr(2.0**127)  # beyond it a number that is rounded up may overflow float32
 MAGIC = tl.constexpr(12582912.0)  # 1.5 * 2**23: in a sum with it the last bit is 1
+MOST_INVERSE = tl.constexpr(2.0**80)  # that ``quotients`` may be given
 AFFINE, FLOAT8, NEAREST = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
@@ -170,25 +173,54 @@ def _above_by_place(y, E: tl.constexpr, PLACES: tl.constexpr):
 
 
 @triton.jit
+def quotients(x, by, inverse):
+    """Return ``x / by`` in three instructions per number, where ``inverse`` is ``div_rn(1.0, by)``, as ``div_rn`` does.
+
+    They have its bits if ``by`` is between 1 / ``MOST_INVERSE`` and 2**126, the quotient is finite and not below
+    2**-22, and smaller ones are smaller than 2**-21 and have its sign, that of zeros, too: enough for whoever rounds
+    them to codes, or adds an integer first.
+
+    ``near`` is within 1.5 units in its last place of the quotient, so that the remainder is exact (Markstein), as long
+    as its last bit can be 2**-149, for which both limits are chosen. A quotient cannot be so near to the middle of
+    two numbers, which is half such a unit from ``near``, that the error of ``inverse`` times the remainder matters.
+    Nothing is added to a zero but -0, hence the signs of the factors.
+    """
+    near = x * inverse
+    return tl.fma(tl.fma(near, by, x * -1.0), inverse * -1.0, near)  # - x would be 0 - x, an instruction
+
+
+@triton.jit
 def float8_codes(y, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
-    """Return the codes of ``y``, which must round to a finite one, in the lowest bytes of integers."""
+    """Return the codes of ``y``, NaN or what rounds to a finite one, in the lowest bytes of integers."""
+    if MANTISSA == 3 and target_info.cuda_capability_geq(8, 9):
+        return y.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    else:
+        return _float8_codes(y, MANTISSA, BIAS)
+
+
+@triton.jit
+def _float8_codes(y, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
     CUT: tl.constexpr = 23 - MANTISSA
     UNIT: tl.constexpr = (128 - BIAS + CUT) << 23
     bits = bits_of(y)
     rest = bits & 0x7FFFFFFF
     normal = (rest - ((127 - BIAS) << 23) + ((1 << (CUT - 1)) - 1) + ((rest >> CUT) & 1)) >> CUT
     subnormal = bits_of(float_of(rest) + float_of(tl.full(rest.shape, UNIT, tl.int32))) - UNIT
-    return ((bits >> 24) & 0x80) | tl.where(rest < ((128 - BIAS) << 23), subnormal, normal)
+    codes = ((bits >> 24) & 0x80) | tl.where(rest < ((128 - BIAS) << 23), subnormal, normal)
+    return tl.where(y == y, codes, codes | 0x7F)
 
 
 @triton.jit
 def _codes(
-    x, by, shift, lowest, highest, offset,
-    KIND: tl.constexpr, DIVIDES: tl.constexpr, SHIFTS: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
-    EDGES: tl.constexpr, PLACES: tl.constexpr, ORDER: tl.constexpr,
+    x, by, inverse, is_usual, shift, lowest, highest, offset,
+    KIND: tl.constexpr, DIVIDES: tl.constexpr, ONCE: tl.constexpr, SHIFTS: tl.constexpr, MANTISSA: tl.constexpr,
+    BIAS: tl.constexpr, EDGES: tl.constexpr, PLACES: tl.constexpr, ORDER: tl.constexpr,
 ):  # fmt: skip
     """Return the codes of ``x``, in the lowest bytes of integers."""
-    y = tl.div_rn(x, by) if DIVIDES else x * by
+    if ONCE:
+        y = quotients(x, by, inverse) if is_usual else tl.div_rn(x, by)
+    else:
+        y = tl.div_rn(x, by) if DIVIDES else x * by
     if SHIFTS:
         y = y + shift
     if KIND == AFFINE:
@@ -262,9 +294,15 @@ def encode(
         if SHIFTS:
             shift = tl.load(zero_ptr + at, mask=valid, other=0.0)
     by, shift = by[:, None], shift[:, None]
+    inverse, is_usual = by, True
+    ONCE: tl.constexpr = FITS and DIVIDES and RUNS == 1  # and with FITS no quotient overflows
+    if ONCE:
+        inverse = tl.div_rn(1.0, by)
+        is_usual = (tl.min(by) * MOST_INVERSE >= 1) & (tl.max(by) < LIMIT / 2)
     for start in range(first, width if LOOPS else first + BLOCK, BLOCK):
         x, _ = _read(x_ptr, begin, start + tl.arange(0, BLOCK), count, valid, FULL)
         codes = _codes(
-            x, by, shift, lowest, highest, offset, KIND, DIVIDES, SHIFTS, MANTISSA, BIAS, EDGES, PLACES, ORDER
+            x, by, inverse, is_usual, shift, lowest, highest, offset, KIND, DIVIDES, ONCE, SHIFTS,
+            MANTISSA, BIAS, EDGES, PLACES, ORDER,
         )  # fmt: skip
         _store(codes_ptr, codes, to, start, count, valid, BITS, FULL, BLOCK, RUNS)

@@ -3,8 +3,9 @@
 A program rounds one row. It keeps a row of up to ``TILE`` columns in registers, and reads a longer one twice: once for
 its largest magnitude, and then again, from the cache, to round it.
 
-Bits are those of torch ops, as in ``encoding_kernels``: divisions are IEEE's, products and sums stay two steps (the
-calls pass ``enable_fp_fusion=False``), and a quotient by a power of two is a product with its inverse.
+Bits are those of torch ops, as in ``encoding_kernels``: divisions are IEEE's (``div_rn``, or ``quotients`` where one
+divisor has many dividends), products and sums stay two steps (the calls pass ``enable_fp_fusion=False``), and a
+quotient by a power of two is a product with its inverse.
 """
 # Triton would take annotations of arguments as types to compile for.
 # mypy: ignore-errors
@@ -13,8 +14,12 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language import target_info
 
-from .encoding_kernels import MAGIC, TINY, bits_of, float8_codes, float_of, widened
+from .encoding_kernels import MAGIC, MOST_INVERSE, TINY, bits_of, float8_codes, float_of, quotients, widened
+
+LIFT = tl.constexpr(2.0**64)
+"""What rows of small numbers are multiplied by, without rounding, before they are divided."""
 
 INFINITY = tl.constexpr(0x7F800000)
 """The bits of infinity, which are those of all exponents; the bits of magnitudes have the order of the magnitudes."""
@@ -56,19 +61,27 @@ def _power_above(x):
 
 
 @triton.jit
-def _rounded_row(x, by, is_finite, KIND: tl.constexpr, UNITS: tl.constexpr):
+def _from_float8(x):
+    """Return ``x``, of magnitudes that round to 448 or less, rounded to e4m3, in float32; of infinity, anything."""
+    if target_info.cuda_capability_geq(8, 9):
+        return x.to(tl.float8e4nv).to(tl.float16).to(tl.float32)
+    else:
+        return _nearest(x, 3, -6)
+
+
+@triton.jit
+def _rounded_row(x, by, inverse, is_finite, KIND: tl.constexpr, UNITS: tl.constexpr):
     """Return the codes of ``x``, as integers, or what they stand for, between -1 and 1."""
-    y = tl.div_rn(x, by)
+    y = quotients(x * LIFT, by * LIFT, inverse * (1 / LIFT)) if inverse > MOST_INVERSE else quotients(x, by, inverse)
     if KIND == "int8":
         if UNITS:
             return _with_sign_of((float_of(_magnitudes(y)) + MAGIC) - MAGIC, y) * 0.0078125
         else:
             return tl.where(is_finite, bits_of(y + MAGIC), 0)
     elif UNITS:
-        return _nearest(y, 3, -6) * 0.001953125
+        return _from_float8(y) * 0.001953125
     else:
-        codes = float8_codes(y, 3, 7)
-        return tl.where(y == y, codes, codes | 0x7F)
+        return float8_codes(y, 3, 7)
 
 
 @triton.jit
@@ -95,11 +108,13 @@ def round_rows(
     by = tl.where(by < TINY, TINY, by)
     ONE: tl.constexpr = (128.0 if KIND == "int8" else 512.0) if UNITS else 1.0
     tl.store(scale + row, tl.where(is_finite, by * ONE, float("nan")))
-    made = _rounded_row(values, by, is_finite, KIND, UNITS)
+    inverse = tl.div_rn(1.0, by)
+    by = tl.where(is_finite, by, 0.0)  # then ``quotients`` are products with the inverse, 0 or NaN: x / infinity, NaN
+    made = _rounded_row(values, by, inverse, is_finite, KIND, UNITS)
     tl.store(out + column, made.to(out.dtype.element_ty), column < columns)
     if LOOPS:
         for start in range(TILE, columns, TILE):
-            made = _rounded_row(_read(x, start + column, columns), by, is_finite, KIND, UNITS)
+            made = _rounded_row(_read(x, start + column, columns), by, inverse, is_finite, KIND, UNITS)
             tl.store(out + start + column, made.to(out.dtype.element_ty), start + column < columns)
 
 
@@ -117,7 +132,8 @@ def _rounded_blocks(x, most, power, KIND: tl.constexpr):
         inverse = tl.div_rn(1.0, above)
         scale = tl.div_rn(largest * inverse, 6.0)
         scale = _nearest(tl.minimum(tl.maximum(scale, 0.015625), 448.0), 3, -6)
-        values = _nearest(tl.div_rn(x * inverse, scale[:, None]), 1, 0)
+        values = quotients(x * inverse, scale[:, None], tl.div_rn(1.0, scale)[:, None])
+        values = _nearest(values, 1, 0)
         by = scale * tl.div_rn(above, power)
         is_finite = is_finite & (most < INFINITY)
     else:
@@ -127,8 +143,8 @@ def _rounded_blocks(x, most, power, KIND: tl.constexpr):
             scale = float_of((bits + (1 << 21)) & INFINITY) * 0.25
             scale = float_of(tl.maximum(bits_of(scale), 0x00400000))  # 2**-127, which Triton would take for a float64
         scale = tl.where(bits > 0, scale, 1.0)
-        quotients = x * tl.div_rn(1.0, scale)[:, None]
-        values = _nearest(quotients, 3, -6) if KIND == "mxfp8" else _nearest(quotients, 1, 0)
+        values = x * tl.div_rn(1.0, scale)[:, None]
+        values = _from_float8(values) if KIND == "mxfp8" else _nearest(values, 1, 0)
         by = tl.div_rn(scale, power)
     return values * tl.where(is_finite, by, float("nan"))[:, None]
 
