@@ -60,7 +60,7 @@ def interpret_rightly():
     from triton.language import target_info
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
-    cast, dot, sub = InterpreterBuilder.cast_impl, InterpreterBuilder.create_dot, InterpreterBuilder.create_fsub
+    cast, dot = InterpreterBuilder.cast_impl, InterpreterBuilder.create_dot
 
     def cast_impl(self, src, dst_type):
         pair = (src.dtype.scalar, dst_type.scalar)
@@ -75,11 +75,16 @@ def interpret_rightly():
         wide = [cast_impl(self, x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b)]
         return dot(self, *wide, *args)
 
-    def create_fsub(self, a, b):
-        if a.dtype.scalar != tl.bfloat16:
-            return sub(self, a, b)
-        made = sub(self, *(cast_impl(self, x, tl.float32) for x in (a, b)))
-        return cast_impl(self, TensorHandle(made.data, tl.float32), tl.bfloat16)
+    def of_floats(name):
+        theirs = getattr(InterpreterBuilder, name)
+
+        def of_any(self, a, b):
+            if a.dtype.scalar != tl.bfloat16:
+                return theirs(self, a, b)
+            made = theirs(self, *(cast_impl(self, x, tl.float32) for x in (a, b)))
+            return cast_impl(self, TensorHandle(made.data, tl.float32), tl.bfloat16)
+
+        setattr(InterpreterBuilder, name, of_any)
 
     def get_bf16(self, value):
         return cast_impl(self, TensorHandle(np.array([value], np.float32), tl.float32), tl.bfloat16)
@@ -97,7 +102,8 @@ def interpret_rightly():
 
     InterpreterBuilder.create_fma = create_fma
     InterpreterBuilder.cast_impl, InterpreterBuilder.create_dot = cast_impl, create_dot
-    InterpreterBuilder.create_fsub, InterpreterBuilder.get_bf16 = create_fsub, get_bf16
+    InterpreterBuilder.get_bf16 = get_bf16
+    of_floats("create_fsub"), of_floats("create_fmul")
     target_info.current_target = lambda: None  # its conversions of float8 are not those of a GPU that is here
 
 
@@ -221,9 +227,10 @@ def interpret(seed):
 
 
 def wrong_levels(seed):
-    """Products whose sums are scaled, of rows that end within a tile, in every dtype of inputs."""
+    """Products whose sums are scaled, or values exact, of rows that end within a tile, in every dtype of inputs."""
     generator, wrong = torch.Generator().manual_seed(seed), []
-    for scheme in (tt.int4(), tt.int4(32, symmetric=True), tt.int4(256), tt.int8(), tt.fp8(), tt.mxfp8()):
+    fours = tt.int4(), tt.int4(32, symmetric=True), tt.int4(256), tt.mxfp4(), tt.nvfp4()
+    for scheme in (*fours, tt.int8(), tt.fp8(), tt.mxfp8()):
         weight = encoded(torch.randn(18, 1096, generator=generator), scheme)
         for dtype, count in ((torch.bfloat16, 3), (torch.bfloat16, 16), (torch.float16, 8), (torch.float32, 2)):
             what = wrong_product(weight, count, dtype, "plain", generator)

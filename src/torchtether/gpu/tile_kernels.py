@@ -174,18 +174,12 @@ def _half_nibble(words, AT: tl.constexpr, ONE: tl.constexpr, DTYPE: tl.constexpr
 
 
 @triton.jit
-def _half_e2m1(words, AT: tl.constexpr, DTYPE: tl.constexpr):
-    """Return the number of each word from bit ``AT`` on times 2**-126, in float16 times 2**-14: its bits, moved."""
-    PLACE: tl.constexpr = (6 if tl.bfloat16 == DTYPE else 9) - AT  # of the lowest of its bits
-    low = words << PLACE if PLACE >= 0 else words >> -PLACE
-    high = words << 12 - AT if AT <= 12 else words >> AT - 12
-    return (high & 0x8000 | low & (0x1C0 if tl.bfloat16 == DTYPE else 0xE00)).to(tl.int16).to(DTYPE, bitcast=True)
-
-
-@triton.jit
 def _half(words, AT: tl.constexpr, ONE: tl.constexpr, DTYPE: tl.constexpr, FORMAT: tl.constexpr):
-    if FORMAT.is_e2m1:
-        made = _half_e2m1(words, AT, DTYPE)
+    if FORMAT.is_e2m1:  # its bits, moved, are the number times 2**-126, in float16 times 2**-14
+        PLACE: tl.constexpr = (6 if tl.bfloat16 == DTYPE else 9) - AT  # of the lowest bit
+        low = (words << PLACE if PLACE >= 0 else words >> -PLACE) & (0x1C0 if tl.bfloat16 == DTYPE else 0xE00)
+        sign = (words << 12 - AT if AT <= 12 else words >> AT - 12) & 0x8000
+        made = (sign | low).to(tl.int16).to(DTYPE, bitcast=True)
     else:
         made = _half_nibble(words, AT, ONE, DTYPE)
     return made
