@@ -18,9 +18,10 @@ WHOLE = tl.constexpr(_WHOLE)
 
 
 @triton.jit
-def _numbers(VALUES: tl.constexpr, place):
-    """Return the numbers whose bits are ``VALUES`` at each ``place``; missing ones are 0."""
-    made = tl.zeros_like(place)
+def _table(VALUES: tl.constexpr, SIZE: tl.constexpr):
+    """Return the numbers whose bits are ``VALUES``: (SIZE,), a power of two; missing ones are 0."""
+    place = tl.arange(0, SIZE)
+    made = tl.zeros((SIZE,), tl.int32)
     for i in tl.static_range(len(VALUES)):
         made = tl.where(place == i, VALUES[i], made)
     return made.to(tl.float32, bitcast=True)
@@ -31,33 +32,6 @@ def _look_up(table, codes):
     """Return ``table[codes]`` of a tile of codes."""
     found = tl.gather(table, tl.reshape(codes.to(tl.int32), (codes.numel,)), 0)
     return tl.reshape(found, codes.shape)
-
-
-@triton.jit
-def _table_for(words, VALUES: tl.constexpr):
-    """Return the table of 16 numbers in which ``_look_up_lowest`` looks up bits of ``words``."""
-    if target_info.cuda_capability_geq(8, 0):  # each thread has one number, by its lane: a warp has all of them twice
-        lane = tl.inline_asm_elementwise("mov.u32 $0, %laneid;", "=r,r", [tl.zeros_like(words)], tl.int32, True, 1)
-        made = _numbers(VALUES, lane & 15)
-    else:
-        made = _numbers(VALUES, tl.arange(0, 16))
-    return made
-
-
-@triton.jit
-def _look_up_lowest(table, codes):
-    """Return the numbers in ``table`` at the lowest 4 bits of ``codes``.
-
-    The instruction takes the number of the lane with the lowest 5 bits: of both such lanes the same. ``tl.gather``
-    would need one more instruction for each number, to cut out the bits.
-    """
-    if target_info.cuda_capability_geq(8, 0):
-        made = tl.inline_asm_elementwise(
-            "shfl.sync.idx.b32 $0, $1, $2, 31, -1;", "=r,r,r", [table, codes], tl.float32, True, 1
-        )
-    else:
-        made = _look_up(table, codes & 15)
-    return made
 
 
 @triton.jit
@@ -116,7 +90,7 @@ def _codes(codes, n, is_row, k, columns, row_bytes, FORMAT: tl.constexpr, K: tl.
 @triton.jit
 def _levels(codes, FORMAT: tl.constexpr):
     if FORMAT.source == "table":
-        made = _look_up(_numbers(FORMAT.table, tl.arange(0, 1 << FORMAT.bits)), codes)
+        made = _look_up(_table(FORMAT.table, 1 << FORMAT.bits), codes)
     elif FORMAT.source == "e4m3":
         made = _from_e4m3(codes)
     elif FORMAT.source == "e5m2":  # the upper byte of a float16
@@ -163,7 +137,7 @@ def _nibbles(words, less, magic, FORMAT: tl.constexpr):
     )
     made = tl.interleave(even, odd)
     if FORMAT.source == "table":
-        made = _look_up(_numbers(FORMAT.table, tl.arange(0, 16)), made)
+        made = _look_up(_table(FORMAT.table, 16), made)
     return made
 
 
@@ -251,10 +225,7 @@ def inputs_of_tile(x, k, columns, FORMAT: tl.constexpr, K: tl.constexpr):
     part = tl.arange(0, K // EACH)[None, :, None] * EACH + tl.arange(0, EACH // PART)[:, None, None] * PART
     column = k + part + tl.arange(0, PART)[None, None, :]
     made = tl.load(x + column, column < columns, other=0)
-    made = tl.reshape(tl.permute(made, (1, 0, 2)), (K,))
-    if x.dtype.element_ty == tl.bfloat16:
-        made = (made.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
-    return made.to(tl.float32)
+    return tl.reshape(tl.permute(made, (1, 0, 2)), (K,)).to(tl.float32)
 
 
 @triton.jit
@@ -272,7 +243,7 @@ def _add_products(
         sums = _add_products(sums, words, odd, less, table, magic, FORMAT, COUNT // 2, AT + STEP, STEP * 2)
     else:
         if FORMAT.source == "table":
-            levels = _look_up_lowest(table, words >> AT)
+            levels = _look_up(table, words >> AT & 15)
         elif AT <= 16:
             levels = _nibble(words, less, magic, AT, FORMAT)
         else:
@@ -290,9 +261,9 @@ def products_of_words(
     less = FORMAT.offset
     if zero is not None:
         less = _spread(tl.load(zero + at, mask, other=0).to(tl.float32) + FORMAT.offset, N, K // 8, S)
-    words = _words(codes, n, is_row, k, row_bytes, K)
-    table = _table_for(words, FORMAT.table) if FORMAT.source == "table" else None
-    sums = _add_products(tl.zeros((N, K // 8), tl.float32), words, x, less, table, magic, FORMAT)
+    table = _table(FORMAT.table, 16)
+    sums = tl.zeros((N, K // 8), tl.float32)
+    sums = _add_products(sums, _words(codes, n, is_row, k, row_bytes, K), x, less, table, magic, FORMAT)
     return tl.sum(tl.reshape(sums, (N, S, K // 8 // S)), 2)
 
 
@@ -306,7 +277,7 @@ def scales_of_tile(scale, extra, offset, at, mask, FORMAT: tl.constexpr, IS_WHOL
     elif FORMAT.scale == "e4m3":
         made = _from_e4m3(made)
     elif FORMAT.scale == "nested":
-        made = _look_up(_numbers(FORMAT.dynamic, tl.arange(0, 256)), made)
+        made = _look_up(_table(FORMAT.dynamic, 256), made)
         made = made * tl.load(extra + at // FORMAT.nested, mask, other=0) + tl.load(offset)
     else:
         made = made.to(tl.float32)
