@@ -241,13 +241,14 @@ def test_buffers_are_no_larger_than_what_is_read(tmp_path):
     assert given.pinned_most <= 2 * SLOT
 
 
-def test_copies_are_queued_within_the_lane(file, monkeypatch):
+def test_the_lane_is_entered_once(file, monkeypatch):
     """And ``tick``, which is the caller's, runs outside, also where all is done on the caller's thread."""
-    here = threading.local()
+    entered, here = [], threading.local()
 
     class Entered(SimulatedLane):
         @contextlib.contextmanager
         def entered(self):
+            entered.append(threading.get_ident())
             here.is_in = True
             yield
             here.is_in = False
@@ -257,7 +258,8 @@ def test_copies_are_queued_within_the_lane(file, monkeypatch):
             super().copy(out, given)
 
     monkeypatch.setattr(SimulatedRing, "lanes_are", Entered)
-    for least in (0, 2**30):
+    for least in (2**30, 0):
+        entered.clear()
         monkeypatch.setattr(batch, "_WORTHWHILE", least)
         todo = Batch(SimulatedRing(2))
         for key in TENSORS:
@@ -265,6 +267,7 @@ def test_copies_are_queued_within_the_lane(file, monkeypatch):
         ticks = []
         todo.run(lambda nbytes, ticks=ticks: ticks.append(getattr(here, "is_in", False)))
         assert set(ticks) == {False}
+    assert len(entered) == 1
 
 
 def test_scratch_is_filled_again_where_the_device_is_slow():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from operator import itemgetter
 
@@ -199,7 +200,15 @@ class Batch:
         run = Transfers(self._ring)
         steps: list[Callable[[], int]] = [*(partial(run.add, transfer) for transfer in transfers), run.end]
         jobs: list[Job] = [partial(_step, step) for step in steps]
-        (together if apart and self._crew is None else (self._crew or Crew()).do)(jobs, tick, 1, apart=apart)
+
+        def within() -> AbstractContextManager[object]:
+            with ExitStack() as stack:
+                for passage in self._passages.values():
+                    stack.enter_context(passage.entered())
+                return stack.pop_all()
+
+        do = together if apart and self._crew is None else (self._crew or Crew()).do
+        do(jobs, tick, 1, within=within, apart=apart)
 
     def _settle(self) -> None:
         """Run the jobs again whose results are wrong."""

@@ -7,6 +7,7 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import cast
 
 import torch
@@ -41,6 +42,9 @@ class Scratch:
 Job = Callable[[Scratch], int]
 """A function that does its work and returns the number of bytes processed."""
 
+Within = Callable[[], AbstractContextManager[object]]
+"""A function that returns the context in which a thread runs jobs."""
+
 _TOLD = 16 * 2**20
 """Bytes after which a thread reports progress: each report wakes the calling thread, which takes a core."""
 
@@ -54,11 +58,18 @@ class Crew:
         self._end: _End = weakref.ref(self, self._turns.put)
 
     def do(
-        self, jobs: Sequence[Job], tick: Callable[[int], None], most: int | None = None, *, apart: bool = False
+        self,
+        jobs: Sequence[Job],
+        tick: Callable[[int], None],
+        most: int | None = None,
+        *,
+        within: Within = nullcontext,
+        apart: bool = False,
     ) -> None:
         """Run all jobs on at most ``most`` threads, starting them in order; report bytes to ``tick`` on this thread.
 
-        For one thread they run here, unless ``apart``.
+        For one thread they run here, unless ``apart``. Jobs run in the context ``within()``, which each thread enters
+        once, but ``tick`` does not.
         After the first error, of a job or of ``tick``, or an interrupt, no further job starts; the running jobs finish,
         and then the error is raised.
         """
@@ -66,7 +77,9 @@ class Crew:
         if count < 2 and not apart:
             space = Scratch()
             for job in jobs:
-                tick(job(space))
+                with within():
+                    nbytes = job(space)
+                tick(nbytes)
             return
         todo, done = iter(jobs), queue.SimpleQueue[int | BaseException | None]()
         lock, stop, inference = threading.Lock(), threading.Event(), torch.is_inference_mode_enabled()
@@ -75,7 +88,7 @@ class Crew:
             try:
                 one_core()
                 nbytes = 0
-                with torch.inference_mode(inference), torch.no_grad():
+                with torch.inference_mode(inference), torch.no_grad(), within():
                     while not stop.is_set():
                         with lock:
                             job = next(todo, None)
@@ -139,10 +152,17 @@ def _take_turns(turns: _Turns, end: _End) -> None:
     turns.put(end)  # for the next thread
 
 
-def together(jobs: Sequence[Job], tick: Callable[[int], None], most: int | None = None, *, apart: bool = False) -> None:
+def together(
+    jobs: Sequence[Job],
+    tick: Callable[[int], None],
+    most: int | None = None,
+    *,
+    within: Within = nullcontext,
+    apart: bool = False,
+) -> None:
     """Run all jobs as ``Crew.do`` does. All threads have ended on return, also after an error."""
     crew = Crew()
     try:
-        crew.do(jobs, tick, most, apart=apart)
+        crew.do(jobs, tick, most, within=within, apart=apart)
     finally:
         crew.close()

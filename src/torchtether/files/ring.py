@@ -13,10 +13,10 @@ from torch import Tensor
 from ..geometry.views import Shape
 from .readers import ReadableFile, Readers
 
-SLOT = 8 * 2**20
+SLOT = 16 * 2**20
 """The most bytes of one pinned buffer. Each costs some calls of the device's library."""
 
-SLOTS = 8
+SLOTS = 4
 """The most pinned buffers: some are being read, the others copied. All of them may fit the cache."""
 
 STAGED = 32 * 2**20
@@ -40,7 +40,7 @@ class Lane(Protocol):
     """Two queues of work on a device: copies into its memory, and computation.
 
     Each runs in order; between the two, only the methods here impose an order. All calls but ``synchronize`` return at
-    once; ``copy`` is called within ``entered``.
+    once; ``copy`` and ``compute`` are called within ``entered``.
     """
 
     def begin(self) -> None:
@@ -229,15 +229,18 @@ class Passage:
         self._ring.note(self._device, self._lane)
         self._lane.begin()
 
+    def entered(self) -> AbstractContextManager[object]:
+        """Return a context in which a thread uses the passage."""
+        return self._lane.entered()
+
     def send(self, slot: Slot, targets: Sequence[Tensor]) -> None:
         """Queue copies of the first bytes of ``slot`` to ``targets``, uint8 on the device, one after the other."""
         lane, first = self._lane, 0
-        with lane.entered():
-            for out in targets:
-                last = first + out.nbytes
-                lane.copy(out, slot.tensor[first:last])
-                first = last
-            slot.copied = lane.copied(slot.copied if slot.lane is lane else None)
+        for out in targets:
+            last = first + out.nbytes
+            lane.copy(out, slot.tensor[first:last])
+            first = last
+        slot.copied = lane.copied(slot.copied if slot.lane is lane else None)
         slot.lane = lane
         self._ring.give(slot)
 
