@@ -38,7 +38,7 @@ class CodeFormat:
     is_flat: bool = False
     table: tuple[int, ...] = ()
     is_e2m1: bool = False
-    """Whether the table is that of e2m1, whose numbers the bits of a code are."""
+    """Whether codes are numbers of e2m1, as the table has them, times scales of 8 bits: 16 bits hold that exactly."""
     dynamic: tuple[int, ...] = ()
     hashed: int = field(init=False, repr=False, compare=False)
     """Its hash, for which every launch asks; tables have up to 256 numbers."""

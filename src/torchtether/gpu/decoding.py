@@ -7,6 +7,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from .code_format import CodeFormat
@@ -25,14 +26,14 @@ DECODED = (16, 256, 4)
 MANY = 8192
 """The least rows of a weight for which programs take more rows each: there are enough of them for the whole GPU."""
 
-ONE_ROW = {"words": (8, 4), "table": (2, 1), "many of a table": (4, 1), "bytes": (2, 4), "e4m3": (8, 4)}
+ONE_ROW = {"words": (4, 2), "table": (2, 1), "many of a table": (4, 1), "bytes": (2, 4), "e4m3": (8, 4)}
 """Rows of codes and warps of a program in a product of one row of inputs, by what codes are; each thread reads 16 bytes
 of a row at once. A table is in the memory that warps share: a single one need not wait for others."""
 
 OTHER_ROW = (4, 1024, 4)
 """Rows, columns and warps of a program in a product of one row of inputs by a less simple format."""
 
-FEW_ROWS = {"": (16, 512, 4), "many of 8 bits": (32, 512, 4), "many of a table": (32, 128, 2)}
+FEW_ROWS = {"": (16, 512, 4), "many of 8 bits": (32, 512, 4), "many of a table": (32, 128, 2), "e2m1": (32, 512, 4)}
 """Rows and columns of codes and warps of a program in a product of up to ``MOST_ROWS`` rows of inputs.
 
 All were the fastest, or within 0.15 of it, on an H100, for 4096 x 4096 and 28672 x 8192 numbers;
@@ -129,7 +130,7 @@ def multiply(codes: Codes, x: Tensor, bias: Tensor | None, out: Tensor) -> None:
             parts,
             columns % wide == 0,
             is_after,
-            form.is_e2m1 and form.scale == "e4m3" and not is_after and x.dtype.itemsize == 2,
+            _is_exact(form, x.dtype),
             num_warps=warps,
         )
 
@@ -172,6 +173,12 @@ def _is_simple(form: CodeFormat) -> bool:
     return form.family == "simple" and not form.is_flat
 
 
+def _is_exact(form: CodeFormat, dtype: torch.dtype) -> bool:
+    """Return whether ``dtype``, of 16 bits, holds levels times scales: float16 has not the exponents of e8m0."""
+    halves = (torch.bfloat16, torch.float16) if form.scale == "e4m3" else (torch.bfloat16,)
+    return form.is_e2m1 and _is_simple(form) and dtype in halves
+
+
 def _is_in_words(codes: Codes) -> bool:
     """Return whether rows of codes consist of aligned words of 8 codes, each in one group."""
     form, first, row_bytes = codes.form, codes.arguments[0], codes.arguments[6]
@@ -209,13 +216,12 @@ def tile_of_few(form: CodeFormat, rows: int, columns: int, count: int) -> tuple[
     if count == 1:
         high, most, warps = OTHER_ROW
         return high, max(16, min(most, 1 << (columns - 1).bit_length())), 1, warps, False
-    is_table = form.source == "table" and not form.is_e2m1
-    kind = "many of a table" if is_table else "many of 8 bits" if form.bits == 8 else ""
-    high, most, warps = FEW_ROWS[kind if rows >= MANY else ""]
+    kind = "many of a table" if form.source == "table" else "many of 8 bits" if form.bits == 8 else ""
+    high, most, warps = FEW_ROWS["e2m1" if form.is_e2m1 else kind if rows >= MANY else ""]
     least = 128 // form.bits if 8 % form.bits == 0 else 16
     wide = max(least, min(most, 1 << (columns - 1).bit_length()))
     warps = parts = min(warps, wide // least)
-    if not _is_simple(form) or is_table:
+    if not _is_simple(form) or form.source == "table":
         return high, wide, parts, warps, False
     if form.group % (wide // parts) == 0:
         return high, wide, parts, warps, True

@@ -137,7 +137,7 @@ def multiply_rows(
 
     Of ``M`` rows ``B`` parts of the columns of a tile have sums of their own, and warps of their own to compute them.
     ``IS_AFTER``: levels minus zero points, which that dtype holds exactly, are multiplied, and the sums of parts, each
-    in one group, scaled. ``IS_EXACT``: that dtype holds levels times scales exactly, without the factor of all scales.
+    in one group, scaled. ``IS_EXACT``: so that dtype holds levels times scales, without the factor of all scales.
     """
     n = tl.program_id(0).to(tl.int64) * N + tl.arange(0, N)
     is_row = n < rows

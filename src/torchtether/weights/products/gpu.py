@@ -147,7 +147,7 @@ def _known(layout: Layout) -> _Known | None:
         global_scale=_GLOBALS[fields["global_scale"]],
         is_flat=bool(fields["is_flat"]),
         table=table,
-        is_e2m1=table == _E2M1,
+        is_e2m1=table == _E2M1 and scale in ("e8m0", "e4m3"),
         dynamic=bits_of(fields["dynamic"]),
     )
     is_there = tuple(kind >= 0 for kind in fields["types"])
