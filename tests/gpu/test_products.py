@@ -98,6 +98,31 @@ def test_backward_to_inputs(row, device):
         close(x.grad, grad, weight.dequantize().t(), dtype)
 
 
+@few
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16], ids=str)
+def test_under_autocast(row, stored, device):
+    """Products and gradients are those of arguments that are cast first; float32 inputs get float32 gradients."""
+    weight = nn.Parameter(weight_of(row.scheme, (128, 256), stored, device), requires_grad=False)
+    values, bias = weight.dequantize().bfloat16(), random(128, dtype=stored, device=device, seed=2)
+    for rows in (1, 16, 40):
+        x = random(rows, 256, dtype=torch.float32, device=device)
+        cast = x.bfloat16()
+        with torch.no_grad(), torch.autocast(device.type, torch.bfloat16):
+            close(F.linear(x, weight), cast, values, torch.bfloat16)
+            with_bias = torch.cat([values, bias.bfloat16()[:, None]], 1)
+            close(
+                F.linear(x, weight, bias), torch.cat([cast, torch.ones_like(cast[:, :1])], 1), with_bias, torch.bfloat16
+            )
+        x.requires_grad_()
+        with torch.autocast(device.type, torch.bfloat16):
+            made = F.linear(x, weight)
+        close(made, cast, values, torch.bfloat16)
+        grad = random(rows, 128, dtype=torch.bfloat16, device=device, seed=3)
+        made.backward(grad)
+        assert x.grad.dtype == torch.float32
+        close(x.grad.bfloat16(), grad, values.t(), torch.bfloat16)
+
+
 ROUNDED = {"int8": 0.05, "float8": 0.05, "mxfp8": 0.05, "mxfp4": 0.25, "nvfp4": 0.2}
 """By how much of the size of an output rounding the inputs may move it."""
 
