@@ -22,6 +22,7 @@ def way(request):
         patch.setattr(readers, "PIECE", 700)
         patch.setattr(readers, "_PIECE_OF_PYTHON", 700)
         patch.setattr(readers, "READERS", 3)
+        patch.setattr(readers, "_READERS_OF_PYTHON", 3)
         if request.param == "python":
             patch.setattr(readers, "compiled", SimpleNamespace(native=lambda: None))
         elif compiled.native() is None:

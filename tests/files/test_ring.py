@@ -99,6 +99,7 @@ def read(file, given):
 @pytest.mark.usefixtures("way")
 def test_every_byte_arrives(file, slots, threads, apart, monkeypatch):
     monkeypatch.setattr(readers, "READERS", threads)
+    monkeypatch.setattr(readers, "_READERS_OF_PYTHON", threads)
     monkeypatch.setattr(batch, "_WORTHWHILE", 0 if apart else 2**30)
     take, scratch = Passage.take, []
 

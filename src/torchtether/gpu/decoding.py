@@ -26,7 +26,7 @@ DECODED = (16, 256, 4)
 MANY = 8192
 """The least rows of a weight for which programs take more rows each: there are enough of them for the whole GPU."""
 
-ONE_ROW = {"words": (4, 2), "table": (2, 1), "many of a table": (4, 1), "bytes": (2, 4), "e4m3": (8, 4)}
+ONE_ROW = {"words": (8, 4), "table": (2, 1), "many of a table": (4, 1), "bytes": (2, 4), "e4m3": (8, 4)}
 """Rows of codes and warps of a program in a product of one row of inputs, by what codes are; each thread reads 16 bytes
 of a row at once. A table is in the memory that warps share: a single one need not wait for others."""
 

@@ -12,9 +12,7 @@ import triton.language as tl
 
 from .tile_kernels import (
     WHOLE,
-    inputs_of_tile,
     levels_of_tile,
-    products_of_words,
     scaled_levels_of_tile,
     scales_of_tile,
     times_global_scale,
@@ -63,15 +61,12 @@ def _products(
     """
     sums = tl.zeros((N, S), tl.float32)
     for k in range(0, columns, K):
-        first = k + tl.arange(0, S) * (K // S)
+        column, first = k + tl.arange(0, K), k + tl.arange(0, S) * (K // S)
         mask = is_row[:, None] & (first < columns)[None, :]
         at = (n // height * groups)[:, None] + (first // FORMAT.group)[None, :]
-        some = inputs_of_tile(x, k, columns, FORMAT, K)
-        if IN_WORDS:
-            part = products_of_words(codes, zero, some, n, is_row, at, mask, k, row_bytes, magic, FORMAT, N, K, S)
-        else:
-            w = levels_of_tile(codes, zero, n, is_row, at, mask, k, columns, row_bytes, magic, FORMAT, N, K, S, False)
-            part = tl.sum(tl.reshape(w * some[None, :], (N, S, K // S)), 2)
+        w = levels_of_tile(codes, zero, n, is_row, at, mask, k, columns, row_bytes, magic, FORMAT, N, K, S, IN_WORDS)
+        some = tl.load(x + column, column < columns, other=0).to(tl.float32)
+        part = tl.sum(tl.reshape(w * some[None, :], (N, S, K // S)), 2)
         if FORMAT.group < WHOLE:
             part = part * scales_of_tile(scale, extra, offset, at, mask, FORMAT)
         sums += part
@@ -137,7 +132,7 @@ def multiply_rows(
 
     Of ``M`` rows ``B`` parts of the columns of a tile have sums of their own, and warps of their own to compute them.
     ``IS_AFTER``: levels minus zero points, which that dtype holds exactly, are multiplied, and the sums of parts, each
-    in one group, scaled. ``IS_EXACT``: so that dtype holds levels times scales, without the factor of all scales.
+    in one group, scaled. ``IS_EXACT``: that dtype holds levels times scales exactly; the factor of all comes last.
     """
     n = tl.program_id(0).to(tl.int64) * N + tl.arange(0, N)
     is_row = n < rows

@@ -101,15 +101,6 @@ def _levels(codes, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def _words(codes, n, is_row, k, row_bytes, K: tl.constexpr):
-    """Return the words of 8 codes of the rows ``n`` (N,) at the columns ``k`` to ``k + K``: (N, K // 8)."""
-    word = k // 8 + tl.arange(0, K // 8)
-    is_word = is_row[:, None] & (word < row_bytes // 4)[None, :]
-    words = codes.to(tl.pointer_type(tl.int32)) + n[:, None] * (row_bytes // 4) + word[None, :]
-    return tl.load(words, is_word, other=0)
-
-
-@triton.jit
 def _nibble(words, less, magic, AT: tl.constexpr, FORMAT: tl.constexpr):
     """Return the 4 bits of each word from bit ``AT`` on; if they are integers, as floats, minus ``less``.
 
@@ -193,7 +184,10 @@ def levels_of_tile(
     if zero is not None:
         less = tl.load(zero + at, mask, other=0).to(tl.float32) + FORMAT.offset
     if IN_WORDS:
-        found = _words(codes, n, is_row, k, row_bytes, K)
+        word = k // 8 + tl.arange(0, K // 8)
+        is_word = is_row[:, None] & (word < row_bytes // 4)[None, :]
+        words = codes.to(tl.pointer_type(tl.int32)) + n[:, None] * (row_bytes // 4) + word[None, :]
+        found = tl.load(words, is_word, other=0)
         if tl.float32 == DTYPE:
             if zero is not None:
                 less = _spread(less, N, K // 8, S)
@@ -211,60 +205,6 @@ def levels_of_tile(
         elif FORMAT.offset != 0.0:
             made = made - FORMAT.offset
     return made
-
-
-@triton.jit
-def inputs_of_tile(x, k, columns, FORMAT: tl.constexpr, K: tl.constexpr):
-    """Return the inputs ``x`` at the columns ``k`` to ``k + K``, float32: (K,).
-
-    They are read as parts of 128 bits, in an order by which each thread has those of the 128 bits of codes it reads:
-    otherwise they would go through memory that warps share, with barriers.
-    """
-    EACH: tl.constexpr = 128 // FORMAT.bits
-    PART: tl.constexpr = 128 // x.dtype.element_ty.primitive_bitwidth
-    part = tl.arange(0, K // EACH)[None, :, None] * EACH + tl.arange(0, EACH // PART)[:, None, None] * PART
-    column = k + part + tl.arange(0, PART)[None, None, :]
-    made = tl.load(x + column, column < columns, other=0)
-    return tl.reshape(tl.permute(made, (1, 0, 2)), (K,)).to(tl.float32)
-
-
-@triton.jit
-def _add_products(
-    sums, words, x, less, table, magic,
-    FORMAT: tl.constexpr, COUNT: tl.constexpr = 8, AT: tl.constexpr = 0, STEP: tl.constexpr = 4,
-):  # fmt: skip
-    """Return ``sums`` (N, W) plus products of ``x`` (W, COUNT) with the levels in words at the bits ``AT + STEP * i``.
-
-    One is added after the other: of a product and ``tl.sum``, not every Triton makes fused multiplications and adds.
-    """
-    if COUNT > 1:
-        even, odd = tl.split(tl.reshape(x, (x.numel // COUNT, COUNT // 2, 2)))
-        sums = _add_products(sums, words, even, less, table, magic, FORMAT, COUNT // 2, AT, STEP * 2)
-        sums = _add_products(sums, words, odd, less, table, magic, FORMAT, COUNT // 2, AT + STEP, STEP * 2)
-    else:
-        if FORMAT.source == "table":
-            levels = _look_up(table, words >> AT & 15)
-        elif AT <= 16:
-            levels = _nibble(words, less, magic, AT, FORMAT)
-        else:
-            levels = _nibble(words >> 12, less, magic, AT - 12, FORMAT)
-        sums += levels * tl.reshape(x, (1, x.numel))
-    return sums
-
-
-@triton.jit
-def products_of_words(
-    codes, zero, x, n, is_row, at, mask, k, row_bytes, magic,
-    FORMAT: tl.constexpr, N: tl.constexpr, K: tl.constexpr, S: tl.constexpr,
-):  # fmt: skip
-    """Return sums of products of ``x`` (K,) with the levels that ``levels_of_tile`` finds in words: (N, S)."""
-    less = FORMAT.offset
-    if zero is not None:
-        less = _spread(tl.load(zero + at, mask, other=0).to(tl.float32) + FORMAT.offset, N, K // 8, S)
-    table = _table(FORMAT.table, 16)
-    sums = tl.zeros((N, K // 8), tl.float32)
-    sums = _add_products(sums, _words(codes, n, is_row, k, row_bytes, K), x, less, table, magic, FORMAT)
-    return tl.sum(tl.reshape(sums, (N, S, K // 8 // S)), 2)
 
 
 @triton.jit
