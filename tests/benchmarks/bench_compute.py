@@ -11,6 +11,7 @@ Kernels are compiled before anything is timed, but for the group ``first``. ``qu
     prefill     512 rows                                 schemes    one row, whatever else formats can hold
     float32     one row of float32, small layers too     first      a process's first product against a later one
     activations inputs rounded to 8 bits, 1 to 512 rows, and how far that moves a product
+    autocast    float32 inputs under autocast, beside products without it
     embedding   512 tokens, and one                      backward   a training step of inputs through a frozen weight
     dispatch    a tiny weight: microseconds by layer     compiled   one row through torch.compile (needs a C++ compiler)
 

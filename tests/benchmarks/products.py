@@ -163,6 +163,28 @@ def singles(size):
         yield f"{rows}x{columns}, 1 row of float32", contenders, bars
 
 
+def autocast(size):
+    """Float32 inputs under autocast, beside the same product without it."""
+    rows, columns = SHAPES[size][0]
+    values = random_values(rows, columns)
+
+    def cast(weight, x):
+        def run():
+            with torch.autocast("cpu", torch.bfloat16):
+                return F.linear(x, weight)
+
+        return run
+
+    for batch in (1, 64):
+        x = torch.randn(batch, columns)
+        contenders, bars = {DENSE: applied(values, x.bfloat16()), f"{DENSE}, autocast": cast(values, x)}, []
+        for scheme in SCHEMES:
+            weight, name = weight_of(values, scheme), f"ours {scheme}"
+            contenders |= {name: applied(weight, x.bfloat16()), f"{name}, autocast": cast(weight, x)}
+            bars.append((f"{_rows(batch)} under autocast: {scheme} against none", f"{name}, autocast", (name,), 1.2))
+        yield f"{rows}x{columns}, {_rows(batch)} under autocast", contenders, bars
+
+
 STARTED = {None: "dense bf16", "int8": "int8", "int4": "int4", "Q4_K": "Q4_K"}
 
 
@@ -203,5 +225,6 @@ GROUPS = {
     "activations": activations,
     "schemes": schemes,
     "float32": singles,
+    "autocast": autocast,
     "first": first,
 }
