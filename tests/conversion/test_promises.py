@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+from torch import nn
 
+import torchtether as tt
 from tests.conversion.models import KINDS, OPTIMIZERS, kept, rig, snapshot, tensors_of
 from torchtether.conversion.converting import convert
 from torchtether.exchange.exchange import Exchange
@@ -140,6 +142,37 @@ def test_memory_of_two_dtypes_moves_but_does_not_convert():
     convert(layer, device="meta")
     (tie,) = find_ties(layer)
     assert tie.names == ("weight", "codes")
+
+
+@pytest.mark.parametrize("atomic", ["checked", "full"])
+@pytest.mark.parametrize("has_grad", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, None], ids=str)
+def test_grads_stay_in_the_dtype_that_the_user_chose(dtype, has_grad, atomic):
+    """Of a bfloat16 model float32 grads, as for their accumulation."""
+    model = nn.Linear(64, 64, dtype=torch.bfloat16)
+    model.weight.grad_dtype = dtype
+    if has_grad:
+        model.weight.grad = grad = torch.full((64, 64), 1 / 3)
+    verbs = (
+        lambda: tt.quantize(model, "int8", atomic=atomic),
+        lambda: convert(model, dtype=torch.float64, atomic=atomic),
+        lambda: tt.dequantize(model, atomic=atomic),
+        lambda: convert(model, dtype=torch.bfloat16, atomic=atomic),
+        lambda: _in_scope(model, nn.Module.double),
+        lambda: tt.quantize(model, "int8"),
+        lambda: _in_scope(model, nn.Module.float),
+    )
+    for verb in verbs:
+        verb()
+        assert model.weight.grad_dtype == dtype
+        if has_grad:
+            assert model.weight.grad is grad
+            assert torch.equal(grad, torch.full((64, 64), 1 / 3))
+
+
+def _in_scope(model, stock):
+    with tt.swapping(model):
+        stock(model)
 
 
 def test_an_average_model_and_its_average_convert():

@@ -125,6 +125,26 @@ def test_a_loss_that_was_backpropagated_does_not_hold():
     made.step()
 
 
+@pytest.mark.parametrize("quantize", [False, True])
+def test_losses_of_all_epochs_do_not_hold(quantize):
+    """A model that is evaluated in bfloat16 after each epoch, while all its losses are kept with their freed graphs."""
+    made = rig(KINDS["plain"])
+    if quantize:
+        tt.quantize(made.model, "int8", optimizer=made.optimizer)
+    losses = []
+    for _ in range(3):
+        losses.append(made.model(torch.ones(3, 4)).square().sum())
+        losses[-1].backward()
+        made.optimizer.step()
+        made.optimizer.zero_grad()
+        convert(made.model, dtype=torch.bfloat16, optimizer=made.optimizer)
+        convert(made.model, dtype=torch.float32, optimizer=made.optimizer)
+    held = made.model(torch.ones(3, 4)).square().sum()
+    with refused(made, "a live graph"):
+        convert(made.model, dtype=torch.bfloat16)
+    del held
+
+
 def test_a_view_that_is_converted_too_does_not_hold():
     made = rig(KINDS["plain"])
     with torch.no_grad():

@@ -31,7 +31,7 @@ class Survey:
     together: set[int]
     inner: Counter[int]
     live: dict[int, Tensor | Any] = field(default_factory=dict)
-    spent: set[int] = field(default_factory=set)
+    spent: dict[int, set[int]] = field(default_factory=dict)
     views: dict[int, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -67,7 +67,7 @@ class Survey:
             variable = getattr(node, "variable", None)
             if variable is not None and id(variable) in self.wanted:
                 if blocked:
-                    self.spent.add(id(variable))
+                    self.spent.setdefault(id(variable), set()).add(id(node))
                 else:
                     self.live.setdefault(id(variable), root)
             if not blocked:
@@ -86,9 +86,10 @@ class Survey:
             return f"a live graph, between forward and backward ({_describe(root, detail)})"
         if key in self.views:
             return f"a view of it ({_describe(self.views[key], detail)})"
-        edge = has_gradient_edge(tensor)
-        if edge and count == 2 and key in self.spent:
+        # After a conversion in place torch makes new AccumulateGrad nodes; those of freed graphs stay owners.
+        if count == 1 + len(self.spent.get(key, ())):
             return ""
+        edge = has_gradient_edge(tensor)
         wrapper = _replica_of(tensor) if detail else ""
         if wrapper:
             return wrapper

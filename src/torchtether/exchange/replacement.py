@@ -12,7 +12,16 @@ from torch import Tensor, nn
 from ..errors import ConversionError
 from ..geometry.blocks import STOCK
 from ..torch_private.dispatching import is_traceable_wrapper_subclass
-from ..torch_private.tensors import as_class, base_of, has_hooks, impl_id, seat_hooks, swap_impl
+from ..torch_private.tensors import (
+    as_class,
+    base_of,
+    has_hooks,
+    has_own_grad_dtype,
+    impl_id,
+    seat_hooks,
+    set_grad_dtype,
+    swap_impl,
+)
 from ..weights.contents import can_put, contents_of, put_contents
 from ..weights.spec import WeightSpec
 from ..weights.weight import Weight
@@ -21,10 +30,10 @@ _CLASS = "_tether_class"  # the attribute in which a Weight keeps the Parameter 
 
 
 def is_simple(held: Tensor, new: Tensor) -> bool:
-    """Return whether a plain tensor or Parameter gets plain contents, and has no grad or hook to keep."""
+    """Return whether a plain tensor or Parameter gets plain contents, and has no grad, its dtype, or hook to keep."""
     if type(held) not in STOCK or type(new) is not Tensor or new.requires_grad or not held.is_leaf:
         return False
-    if has_hooks(held):
+    if has_hooks(held) or has_own_grad_dtype(held):
         return False
     return held.grad is None and (not held.requires_grad or new.is_floating_point() or new.is_complex())
 
@@ -50,11 +59,9 @@ class Replacement:
             raise ConversionError(f"requires grad, which {new.dtype} does not support", fix="Freeze it first.")
         with torch.no_grad():
             self.shell = _shell(held, new, is_own)
-            self.new_grad: Tensor | None = None
-            if self.grad is not None and new_grad is None:
-                self.new_grad = grad_shell(self.grad, new)
-            elif self.grad is not None and new_grad is not None:
-                self.new_grad = new_grad.detach().requires_grad_(self.grad.requires_grad)
+            if has_own_grad_dtype(held):
+                set_grad_dtype(self.shell, held)
+            self.new_grad = None if self.grad is None else _new_grad(held, self.grad, new, new_grad)
         if self.grad is not None:
             try:
                 self.shell.grad = self.grad if self.new_grad is None else self.new_grad  # swapped with the contents
@@ -113,7 +120,7 @@ class Refill:
         self.held, self.grad = held, held.grad if held.is_leaf else None
         with torch.no_grad():
             self.new = contents_of(new, _spec_for(held, new))
-            self.new_grad = None if self.grad is None else grad_shell(self.grad, new) if new_grad is None else new_grad
+            self.new_grad = None if self.grad is None else _new_grad(held, self.grad, new, new_grad)
         self.old, self.old_dict = contents_of(held), held.__dict__
         self.old_grad = self.grad is not None and impl_id(self.grad)
 
@@ -190,15 +197,25 @@ def _shell(held: Tensor, new: Tensor, is_own: bool) -> Tensor:
     return made
 
 
-def grad_shell(grad: Tensor, new: Tensor) -> Tensor | None:
-    """Return ``grad`` in the dtype and on the device of ``new``; ``None`` if it has both already."""
-    if grad.dtype == new.dtype and grad.device == new.device:
+def _new_grad(held: Tensor, grad: Tensor, new: Tensor, given: Tensor | None) -> Tensor | None:
+    """Return ``given``, by default ``grad`` as ``grad_shell`` makes it; in the old dtype if the user chose that."""
+    is_kept = has_own_grad_dtype(held)
+    if given is None:
+        return grad_shell(grad, new, grad.dtype if is_kept else new.dtype)
+    if given is grad:
+        return grad
+    return given.detach().to(grad.dtype if is_kept else given.dtype).requires_grad_(grad.requires_grad)
+
+
+def grad_shell(grad: Tensor, new: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """Return ``grad`` in ``dtype`` on the device of ``new``; ``None`` if it has both already."""
+    if grad.dtype == dtype and grad.device == new.device:
         return None
     made: Tensor
     if grad.is_meta:
-        made = torch.zeros_like(grad, dtype=new.dtype, device=new.device)
+        made = torch.zeros_like(grad, dtype=dtype, device=new.device)
     else:
-        made = grad.detach().to(new.device, new.dtype)
+        made = grad.detach().to(new.device, dtype)
     return made.requires_grad_(grad.requires_grad)
 
 

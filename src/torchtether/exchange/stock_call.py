@@ -208,7 +208,7 @@ class StockCall:
             seat_hooks(held)
             if self._loads and touched.grad is not None and held.grad is None:  # _apply converts grads itself
                 with torch.no_grad():
-                    shell = grad_shell(touched.grad, held)
+                    shell = grad_shell(touched.grad, held, held.dtype)
                 if shell is not None:
                     swap_impl(touched.grad, shell)
                 held.grad = touched.grad

@@ -104,6 +104,19 @@ def has_gradient_edge(tensor: Tensor) -> bool:
     return existed
 
 
+def has_own_grad_dtype(tensor: Tensor) -> bool:
+    """Return whether the user chose another dtype for the grads of this leaf, by ``grad_dtype``, than its own."""
+    return tensor.is_leaf and call_plain(_grad_dtype.__get__, tensor) is not tensor.dtype
+
+
+def set_grad_dtype(tensor: Tensor, like: Tensor) -> None:
+    """Give ``tensor`` the ``grad_dtype`` of ``like``."""
+    call_plain(_grad_dtype.__set__, tensor, call_plain(_grad_dtype.__get__, like))
+
+
+_grad_dtype: Any = Tensor.grad_dtype
+
+
 def as_class(kind: type[Tensor], data: Tensor, requires_grad: bool) -> Tensor:
     """Return a new object of ``kind`` over the memory of ``data``.
 
