@@ -307,11 +307,18 @@ def test_one_way_is_one_group_and_names_what_is_left_out():
     assert told["format"] == "pack-quantized"
     assert told["quantization_status"] == "compressed"
     assert [group["targets"] for group in told["config_groups"].values()] == [["Linear"]]
-    assert told["ignore"] == ["model.embed", "model.norm", r"re:(.*\.)?lm_head$"]
+    *others, heads = told["ignore"]
+    assert others == ["model.embed", "model.norm"]
+    assert heads.startswith("re:(.*\\.)?(")
+    for head in ("lm_head", "model.lm_head", "proj_out", "cls.predictions.decoder", "lm_head.decoder"):
+        assert re.match(heads.removeprefix("re:"), head), head
+    assert not re.match(heads.removeprefix("re:"), "lm_head.dense")
     specs["lm_head.weight"] = spec(tt.int4(32))
-    told = compressed_tensors.announce(specs, [])["config.json"]["quantization_config"]
+    told = compressed_tensors.announce(specs, ["block.proj_out.weight"])["config.json"]["quantization_config"]
     assert told["config_groups"]["group_0"]["targets"] == ["Linear", "lm_head"]
-    assert told["ignore"] == []
+    name, heads = told["ignore"]
+    assert name == "block.proj_out"
+    assert not any(re.match(heads.removeprefix("re:"), head) for head in ("lm_head", "proj_out"))
     assert compressed_tensors.announce({}, ["a.weight"]) == {}
 
 
