@@ -344,6 +344,20 @@ def test_several_ways_are_groups_that_name_their_modules():
     assert two["config.json"]["quantization_config"]["format"] == "pack-quantized"
 
 
+def test_a_group_as_long_as_a_row_is_in_the_config_group_of_the_others():  # transformers decodes only one at load
+    shapes = {"a.weight": (8, 64), "b.weight": (8, 32)}
+    weights = {name: tt.Weight.encode(torch.randn(shape), tt.int4(32)) for name, shape in shapes.items()}
+    stored = {key: t for name, w in weights.items() for key, t in compressed_tensors.pack(name, w).items()}
+    said = compressed_tensors.announce({name: w.spec for name, w in weights.items()}, [])
+    told = said["config.json"]["quantization_config"]
+    assert len(told["config_groups"]) == 1
+    assert told["dequantize"] is True
+    for name, weight in weights.items():
+        again = read(contents(stored, told), name)
+        assert again.scheme == weight.scheme
+        same_values(again, weight)
+
+
 # -- what the config says -----------------------------------------------------------------------------------------
 
 

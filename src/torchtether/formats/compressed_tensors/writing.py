@@ -256,7 +256,7 @@ def _strategy(name: str, block: tuple[int | None, int | None], shape: Shape, *, 
     rows, columns = block
     if block == (None, None):
         return {"strategy": "tensor", "group_size": None}
-    if rows == 1 and not always and (columns is None or columns >= shape[1]):
+    if rows == 1 and not always and (columns is None or columns > shape[1]):
         return {"strategy": "channel", "group_size": None}
     if rows == 1 and columns is not None:
         if shape[1] % columns:
