@@ -307,11 +307,18 @@ def test_one_way_is_one_group_and_names_what_is_left_out():
     assert told["format"] == "pack-quantized"
     assert told["quantization_status"] == "compressed"
     assert [group["targets"] for group in told["config_groups"].values()] == [["Linear"]]
-    assert told["ignore"] == ["model.embed", "model.norm", r"re:(.*\.)?lm_head$"]
+    *others, heads = told["ignore"]
+    assert others == ["model.embed", "model.norm"]
+    assert heads.startswith("re:(.*\\.)?(")
+    for head in ("lm_head", "model.lm_head", "proj_out", "cls.predictions.decoder", "lm_head.decoder"):
+        assert re.match(heads.removeprefix("re:"), head), head
+    assert not re.match(heads.removeprefix("re:"), "lm_head.dense")
     specs["lm_head.weight"] = spec(tt.int4(32))
-    told = compressed_tensors.announce(specs, [])["config.json"]["quantization_config"]
+    told = compressed_tensors.announce(specs, ["block.proj_out.weight"])["config.json"]["quantization_config"]
     assert told["config_groups"]["group_0"]["targets"] == ["Linear", "lm_head"]
-    assert told["ignore"] == []
+    name, heads = told["ignore"]
+    assert name == "block.proj_out"
+    assert not any(re.match(heads.removeprefix("re:"), head) for head in ("lm_head", "proj_out"))
     assert compressed_tensors.announce({}, ["a.weight"]) == {}
 
 
@@ -335,6 +342,20 @@ def test_several_ways_are_groups_that_name_their_modules():
         same_values(read(what, name), weight)
     two = compressed_tensors.announce({name: weights[name].spec for name in ("a.weight", "b.weight")}, [])
     assert two["config.json"]["quantization_config"]["format"] == "pack-quantized"
+
+
+def test_a_group_as_long_as_a_row_is_in_the_config_group_of_the_others():  # transformers decodes only one at load
+    shapes = {"a.weight": (8, 64), "b.weight": (8, 32)}
+    weights = {name: tt.Weight.encode(torch.randn(shape), tt.int4(32)) for name, shape in shapes.items()}
+    stored = {key: t for name, w in weights.items() for key, t in compressed_tensors.pack(name, w).items()}
+    said = compressed_tensors.announce({name: w.spec for name, w in weights.items()}, [])
+    told = said["config.json"]["quantization_config"]
+    assert len(told["config_groups"]) == 1
+    assert told["dequantize"] is True
+    for name, weight in weights.items():
+        again = read(contents(stored, told), name)
+        assert again.scheme == weight.scheme
+        same_values(again, weight)
 
 
 # -- what the config says -----------------------------------------------------------------------------------------

@@ -410,7 +410,16 @@ def test_an_embedding_that_nobody_could_read_is_refused_before_a_file(tmp_path, 
 
 def test_a_head_that_is_stored_nowhere_is_left_alone_by_its_readers(tmp_path):
     tt.save({"fc.weight": tt.Weight.encode(torch.randn(64, 64), tt.nf4())}, tmp_path, format="bitsandbytes")
-    assert config_of(tmp_path)["llm_int8_skip_modules"] == ["lm_head"]
+    assert {"lm_head", "cls.predictions.decoder", "proj_out"} <= {*config_of(tmp_path)["llm_int8_skip_modules"]}
+
+
+def test_a_head_that_is_stored_quantized_is_not_left_alone(tmp_path):  # nor what has the name of a head in its name
+    names = ("a.proj_out.weight", "lm_head.dense.weight")
+    weights = {name: tt.Weight.encode(torch.randn(64, 64), tt.nf4()) for name in names}
+    tt.save(weights, tmp_path, format="bitsandbytes")
+    skipped = config_of(tmp_path)["llm_int8_skip_modules"]
+    assert "lm_head.decoder" in skipped
+    assert not {"lm_head", "proj_out"} & {*skipped}
 
 
 @pytest.mark.parametrize(

@@ -157,6 +157,24 @@ def test_the_command_line_writes_what_transformers_reads(tmp_path, format, schem
     torch.testing.assert_close(logits_of(again), logits_of(ours), **bound)
 
 
+@pytest.mark.parametrize(("format", "scheme"), [("compressed-tensors", "fp8"), ("bitsandbytes", "nf4")])
+@pytest.mark.parametrize("family", ["Bert", "Roberta", "DistilBert"])
+def test_a_tied_head_that_the_source_does_not_mention_stays_plain(tmp_path, family, format, scheme):
+    sizes = {"dim": 64, "hidden_dim": 128, "n_layers": 1, "n_heads": 4} if family == "DistilBert" else {
+        "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 128}  # fmt: skip
+    config = getattr(transformers, f"{family}Config")(vocab_size=96, **sizes)
+    torch.manual_seed(0)
+    cls = getattr(transformers, f"{family}ForMaskedLM")
+    cls(config).save_pretrained(tmp_path / "source")
+    arguments = ["quantize", str(tmp_path / "source"), str(tmp_path / "made"), "--scheme", scheme, "--format", format]
+    assert main(arguments) == 0
+    again, info = cls.from_pretrained(tmp_path / "made", dtype=torch.float32, output_loading_info=True)
+    assert not any(info.values()), info
+    ours = cls(config).eval()
+    tt.load(ours, tmp_path / "made")
+    torch.testing.assert_close(logits_of(again), logits_of(ours), rtol=0.01, atol=0.01)
+
+
 def test_convert_refuses_what_nobody_could_read_and_reads_what_it_writes(tmp_path, capsys):
     model = tt.quantize(llama(True), {"*embed_tokens*": "nf4", "*_proj.weight": "nf4"})
     tt.save(model, tmp_path / "native")

@@ -35,6 +35,7 @@ from ..schemes.tables import DYNAMIC, FP4, NF4
 from ..weights.spec import WeightSpec
 from ..weights.weight import Weight
 from .entry import Contents, Entry, Evidence, Found, Wanted, check_dtype, expect, refuse_embedding, spec_of
+from .heads import absent_heads
 from .rows import Along, all_along
 
 name = "bitsandbytes"
@@ -296,8 +297,7 @@ def announce(specs: Mapping[str, WeightSpec], plain: Iterable[str]) -> dict[str,
     compute = next(iter(specs.values())).dtype if specs else torch.float32
     modules = {key.removesuffix(".weight") for key in plain if key.endswith(".weight")}
     quantized = {name.removesuffix(".weight") for name in specs}
-    if not any(module.rpartition(".")[2] == "lm_head" for module in modules | quantized):
-        modules.add("lm_head")  # a tied head is stored under no name of its own
+    modules.update(absent_heads(modules | quantized))
     config: dict[str, Any] = {
         "quant_method": "bitsandbytes",
         "load_in_4bit": bool(books),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
@@ -18,13 +19,12 @@ from ...schemes import Affine, ScaledFloat, Scheme, bits, scheme_to_text
 from ...weights.spec import WeightSpec
 from ...weights.weight import Weight
 from ..entry import FLOATS
+from ..heads import absent_heads
 from ..words import word_count
 from .config import FLOAT, INT, MIXED, MXFP4, MXFP6, MXFP8, NVFP4, PACK
 
 VERSION = "0.20.0"
 """The release of compressed-tensors whose layout is written and tested."""
-
-_HEAD = r"re:(.*\.)?lm_head$"
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def announce(specs: Mapping[str, WeightSpec], plain: Iterable[str]) -> dict[str,
 
     If all weights are stored in one way, there is one group with the target ``Linear``; otherwise each group names its
     modules. ``ignore`` names every other module with a ``weight``, because names do not tell which of them are linear.
-    It also has a pattern for ``lm_head``, which may be tied and have no tensor. Names in ``plain`` may be aliases.
+    It also has a pattern for heads, which may be tied and have no tensor. Names in ``plain`` may be aliases.
 
     ``dequantize`` makes transformers decode weights that it cannot keep (``_is_decoded``) while it loads them.
     """
@@ -132,14 +132,14 @@ def announce(specs: Mapping[str, WeightSpec], plain: Iterable[str]) -> dict[str,
     }
     quantized = {module for _, modules in groups.values() for module in modules}
     others = {name.removesuffix(".weight") for name in plain if name.endswith(".weight")} - quantized
-    has_head = any(module.rpartition(".")[2] == "lm_head" for module in quantized | others)
+    heads = "|".join(map(re.escape, absent_heads(quantized | others)))
     config = {
         "quant_method": "compressed-tensors",
         "version": VERSION,
         "format": formats.pop() if len(formats) == 1 else MIXED,
         "quantization_status": "compressed",
         "config_groups": config_groups,
-        "ignore": [*sorted(others), *([] if has_head else [_HEAD])],
+        "ignore": [*sorted(others), *([rf"re:(.*\.)?({heads})$"] if heads else [])],
         "kv_cache_scheme": None,
         "global_compression_ratio": None,
     }
@@ -256,7 +256,7 @@ def _strategy(name: str, block: tuple[int | None, int | None], shape: Shape, *, 
     rows, columns = block
     if block == (None, None):
         return {"strategy": "tensor", "group_size": None}
-    if rows == 1 and not always and (columns is None or columns >= shape[1]):
+    if rows == 1 and not always and (columns is None or columns > shape[1]):
         return {"strategy": "channel", "group_size": None}
     if rows == 1 and columns is not None:
         if shape[1] % columns:
