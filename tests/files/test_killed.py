@@ -203,6 +203,27 @@ def test_a_save_over_shards_that_is_torn_is_refused(tmp_path, monkeypatch, at):
         assert {float(checkpoint[name][0]) for name in checkpoint} == {3.0}
 
 
+@posix
+@pytest.mark.parametrize("at", range(6))
+def test_an_interrupt_waits_while_files_are_renamed(tmp_path, monkeypatch, at):
+    tt.save(state(1), tmp_path, max_shard_size=256)
+    stock, calls = os.replace, []
+
+    def replace(one, other):
+        stock(one, other)
+        calls.append(other)
+        if len(calls) == at + 1:
+            signal.raise_signal(signal.SIGINT)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", replace)
+        with pytest.raises(KeyboardInterrupt):
+            tt.save(state(2), tmp_path, max_shard_size=256)
+    with tt.open(tmp_path) as checkpoint:
+        assert {float(checkpoint[name][0]) for name in checkpoint} == {2.0}
+    assert not [name for name in os.listdir(tmp_path) if not name.startswith("model")]
+
+
 def test_other_numbers_of_shards_leave_the_old_ones_whole_until_the_index(tmp_path, monkeypatch):
     tt.save(state(1), tmp_path, max_shard_size=512)
     stock = os.replace

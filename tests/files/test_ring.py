@@ -192,6 +192,25 @@ def test_after_an_error_nothing_is_under_way(file):
     assert len(given._idle) + given._left == 2
 
 
+def test_after_an_interrupt_at_the_end_nothing_is_under_way(file, monkeypatch):
+    """Else what is queued would be written after the old values have been restored."""
+
+    class Interrupted(SimulatedLane):
+        def end(self):
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(SimulatedRing, "lanes_are", Interrupted)
+    given = SimulatedRing(2)
+    todo = Batch(given)
+    for key in TENSORS:
+        file.read_later(key, torch.zeros_like(TENSORS[key]), todo)
+    with pytest.raises(KeyboardInterrupt):
+        todo.run(lambda nbytes: None)
+    for lane in given.lanes:
+        for order in (lane.copies, lane.work):
+            assert order.is_done(order._added)
+
+
 def test_an_interrupt_ends_every_thread(file, monkeypatch):
     monkeypatch.setattr(crew, "_TOLD", 0)
     given = SimulatedRing(2)
@@ -284,7 +303,7 @@ def test_scratch_is_filled_again_where_the_device_is_slow():
     for one in others:
         passage.compute(one, lambda: None)
     assert passage.take(STAGED) is others[0]  # whose computation copies wait for
-    passage.end(is_whole=True)
+    passage.end()
 
 
 @pytest.mark.usefixtures("way")

@@ -238,6 +238,30 @@ def test_refit(rings, monkeypatch, tmp_path, scheme):
     assert pointers == [part.data_ptr() for part in model.a.weight.parts.values()]
 
 
+def test_threads_may_share_an_open_checkpoint(tmp_path):
+    """Each has buffers of its own: else bytes of one would go into the model of another."""
+    torch.manual_seed(3)
+    sources = {name: torch.randn(40, 64) for name in ("q", "k", "v")}
+    tt.save(sources, tmp_path)
+    rule, models, errors = tt.Concat(["q", "k", "v"], "weight"), [nn.Linear(64, 120, bias=False) for _ in range(6)], []
+
+    def refit(model):
+        try:
+            for _ in range(10):
+                tt.refit(model, checkpoint, rename=rule)
+        except Exception as error:
+            errors.append(error)
+
+    with tt.open(tmp_path) as checkpoint:
+        threads = [threading.Thread(target=refit, args=(model,)) for model in models]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert not errors
+    assert all(torch.equal(model.weight, torch.cat(list(sources.values()))) for model in models)
+
+
 @pytest.mark.parametrize("scheme", [None, "int8", "nf4"])
 def test_several_devices_share_the_buffers_of_a_load(rings, monkeypatch, tmp_path, scheme):
     """Each tensor, or piece of one, goes to the next of three devices, of which each works in an order of its own."""

@@ -186,12 +186,13 @@ class Batch:
                 (together if self._crew is None else self._crew.do)(jobs, tick)
             if transfers:
                 self._transfer(transfers, tick, apart=is_much)
-            is_whole = True
-        finally:
             for passage in passages:
-                passage.end(is_whole=is_whole)
+                passage.end()
+            is_whole = True
+        finally:  # an interrupt may also come while the passages end
             if passages and not is_whole and self._ring is not None:
-                self._ring.close()
+                self._ring.close()  # waits for all that is queued
+                self._passages.clear()
         self._settle()
 
     def _transfer(self, transfers: list[Transfer], tick: Tick, *, apart: bool) -> None:

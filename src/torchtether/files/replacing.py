@@ -33,6 +33,7 @@ from functools import partial
 from io import FileIO
 from pathlib import Path
 
+from .._interruptions import Deferred
 from ..errors import CheckpointError
 from .leftovers import remove_leftovers
 from .locks import hold, locked
@@ -144,7 +145,7 @@ def put_in_place(*changes: FolderChange) -> None:
     """Apply ``changes``, each to another folder, as one change; the docstring of this module lists the steps.
 
     Raises CheckpointError if the disk refuses, or another save does not end. If that happens before the first rename,
-    nothing has changed; after it, the folders are marked as torn.
+    nothing has changed; after it, the folders are marked as torn. Signals wait while the files are renamed.
     """
     with contextlib.ExitStack() as stack:
         for change in sorted(changes, key=lambda change: str(change.folder)):  # one order, against deadlocks
@@ -160,8 +161,10 @@ def put_in_place(*changes: FolderChange) -> None:
             some, needs_mark = _steps(change, files.pairs)
             steps += some
             is_torn |= needs_mark
+        marks = [mark_of(change.folder, change.stem) for change in changes] if is_torn else []
         try:
-            _perform(steps, [mark_of(change.folder, change.stem) for change in changes] if is_torn else [])
+            with Deferred():  # an interrupt between two renames would leave neither the old files nor the new ones
+                _perform(steps, marks)
         except OSError as error:
             what = f"cannot be written: {error.strerror or error}"
             raise CheckpointError(what, name=str(changes[0].folder)) from error

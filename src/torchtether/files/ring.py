@@ -267,12 +267,9 @@ class Passage:
         """Queue ``use()``, which reads ``scratch``, after all copies queued so far; then it may be filled again."""
         self._idle.append((scratch, self._lane.compute(use, self._lane.copied())))
 
-    def end(self, *, is_whole: bool) -> None:
-        """End a run; if it was aborted, wait for queued work."""
-        if is_whole:
-            self._lane.end()
-        else:
-            self._lane.synchronize()
+    def end(self) -> None:
+        """End a run that was not aborted."""
+        self._lane.end()
         self._idle.clear()
         self._every.clear()
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterable, Mapping
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,7 @@ class Store(Closing):
         self.name: str = str(self.path)
         paths, self.index = _find_files(self.path)
         self.files: list[TensorFile] = []
+        self._of_thread = threading.local()
         try:
             for file in paths:
                 self.files.append(_kind(file)(file))
@@ -69,10 +70,12 @@ class Store(Closing):
             self.close()
             raise
 
-    @cached_property
+    @property
     def ring(self) -> Ring:
-        """Return the pinned buffers for all reads to devices; they are allocated on first use."""
-        return Ring()
+        """Return the pinned buffers for all reads to devices by this thread; they are allocated on first use."""
+        if not hasattr(self._of_thread, "ring"):  # threads may share a checkpoint, but not a ring
+            self._of_thread.ring = Ring()
+        return self._of_thread.ring  # type: ignore[no-any-return]
 
     @property
     def folder(self) -> Path:
@@ -142,9 +145,9 @@ class Store(Closing):
             file.check_size()
 
     def release(self) -> None:
-        """Finish the work of the pinned buffers and free them."""
-        if "ring" in self.__dict__:
-            self.ring.close()
+        """Finish the work of the pinned buffers of this thread and free them."""
+        if hasattr(self._of_thread, "ring"):
+            self._of_thread.ring.close()
 
     def close(self) -> None:
         """Close the files: nothing can be read afterwards; tensors that were read stay."""
