@@ -23,7 +23,6 @@
 #include <shared_mutex>
 #include <stdexcept>
 #include <string>
-#include <system_error>
 #include <thread>
 #include <tuple>
 #include <type_traits>

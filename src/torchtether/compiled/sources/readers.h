@@ -51,7 +51,7 @@ class Readers {
     Readers(int64_t count, int64_t piece) : piece(piece) {
         try {
             while ((int64_t)threads.size() < count) threads.emplace_back([this] { work(); });
-        } catch (const std::system_error&) {  // no more threads; some are enough
+        } catch (const std::exception&) {  // no more threads; some are enough
             if (threads.empty()) throw std::bad_alloc();
         }
     }
