@@ -23,6 +23,7 @@ from ..ties.edit import tie, untie
 from ..ties.names import named_tensors
 from ..weights.weight import Weight
 from .contents import encoder_name, is_mappable
+from .hooks import warn_of_hooks
 from .matching import match
 from .options import Device, Dtype, LoadOptions, Ties
 from .report import LoadReport, raise_faults
@@ -265,6 +266,7 @@ def make_plan(
         checkpoint = Checkpoint(path, revision=revision)
         try:
             found = match(model, checkpoint, options)
+            warn_of_hooks(found.targets.modules)
             try:
                 check_belongs(model, optimizers)
             except OptimizerError as error:

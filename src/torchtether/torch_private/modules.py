@@ -120,6 +120,12 @@ pruned_name_of: Callable[[Any], str] = attrgetter("_tensor_name")
 """The name of the tensor that a pruning method masks."""
 
 
+def code_of_load(module: nn.Module) -> list[Any]:
+    """Return what ``load_state_dict`` calls for ``module`` itself: its hooks, before and after, and its method."""
+    hooks = (*load_hooks_of(module).values(), *module._load_state_dict_post_hooks.values())
+    return [*(getattr(hook, "hook", hook) for hook in hooks), type(module)._load_from_state_dict]
+
+
 _PARAMETRIZE = parametrize.ParametrizationList.__init__.__code__
 
 
