@@ -35,6 +35,9 @@ ROUNDED = (0.4, 0.6)
 NEVER_SLOWER = 1.05
 """What is the same work can measure 5 % apart."""
 
+CAST = 1.5
+"""Casting the inputs takes 20 to 80 microseconds, a third of the fastest product; decoding the weight took four."""
+
 NO_WAIT = 50
 """Milliseconds by which the first product of a process may be longer than a later one."""
 
@@ -181,7 +184,7 @@ def autocast(size):
         for scheme in SCHEMES:
             weight, name = weight_of(values, scheme), f"ours {scheme}"
             contenders |= {name: applied(weight, x.bfloat16()), f"{name}, autocast": cast(weight, x)}
-            bars.append((f"{_rows(batch)} under autocast: {scheme} against none", f"{name}, autocast", (name,), 1.2))
+            bars.append((f"{_rows(batch)} under autocast: {scheme} against none", f"{name}, autocast", (name,), CAST))
         yield f"{rows}x{columns}, {_rows(batch)} under autocast", contenders, bars
 
 
