@@ -235,7 +235,15 @@ def wrong_levels(seed):
         for dtype, count in ((torch.bfloat16, 3), (torch.bfloat16, 16), (torch.float16, 8), (torch.float32, 2)):
             what = wrong_product(weight, count, dtype, "plain", generator)
             wrong += [f"{scheme} {count} rows: {what}"] if what else []
-    return wrong
+    return wrong + wrong_tiny_scales()
+
+
+def wrong_tiny_scales():
+    """Values that float16 has, under scales that it does not have."""
+    weight, x = encoded(torch.full((18, 96), 2.0**-24), tt.mxfp4()).half(), torch.full((16, 96), 1024.0).half()
+    layout = weight.kernel_layout
+    got = gpu.linear(layout, layout.pick_from(weight), x, None)
+    return [] if torch.equal(got, torch.full_like(got, 96 * 2.0**-14)) else [f"tiny scales: {got.flatten()[0]}"]
 
 
 DOT = r"tt\.dot .*tensor<(?:\d+x)*(\d+)xb?f16, #ttg\.dot_op<\{opIdx = 0, parent = [^,]*, kWidth = (\d+)"
