@@ -3,7 +3,7 @@
 ``sources/`` holds the C and C++, ``setup_build.py`` the command that builds it, and ``room.py`` binds it to torch. The
 loops compute the same as the torch ops in ``schemes``, with the same bits; each function returns whether it did so.
 If not (no module, another device or dtype, a tracer that must see the ops), nothing is written, and the caller goes on
-with torch ops. ``weights/products`` calls the products of Weights.
+with torch ops. ``weights/products`` calls the products of Weights, ``files`` the checksums and the threads that read.
 """
 
 from .loops import (
