@@ -297,9 +297,11 @@ def test_scratch_is_filled_again_where_the_device_is_slow():
     passage.begin(SLOT)
     first = passage.take(STAGED)
     passage.compute(first, lambda: None)
+    others = [passage.take(STAGED)]
+    assert others[0] is not first
     given.lanes[-1].synchronize()
     assert passage.take(STAGED) is first
-    others = [passage.take(STAGED) for _ in range(ring._AHEAD - 1)]
+    others += [passage.take(STAGED) for _ in range(ring._AHEAD - 2)]
     for one in others:
         passage.compute(one, lambda: None)
     assert passage.take(STAGED) is others[0]  # whose computation copies wait for
@@ -316,6 +318,21 @@ def test_a_file_that_shrinks_is_named(file):
         opened.truncate(file.stored(last).start + 10)
     with pytest.raises(tt.CheckpointError, match=f"x.safetensors: {last}: .* nothing follows byte"):
         todo.run(lambda nbytes: None)
+
+
+@pytest.mark.parametrize("slots", [1, 3, 99])
+def test_a_run_does_not_overwrite_what_the_one_before_copies(file, slots):
+    """Nothing waits for the device between two runs, as between two groups of a refit."""
+    given, keys = SimulatedRing(slots), ("large", "half", "codes", "f8")
+    outs = [torch.zeros_like(TENSORS[key]) for key in keys]
+    for key, out in zip(keys, outs, strict=True):
+        todo = Batch(given)
+        file.read_later(key, out, todo)
+        todo.run(lambda nbytes: None)
+    for lane in given.lanes:
+        lane.synchronize()
+    for key, out in zip(keys, outs, strict=True):
+        assert torch.equal(out.view(torch.uint8), TENSORS[key].view(torch.uint8))
 
 
 def test_a_device_that_fails_costs_no_buffer(file, monkeypatch):
