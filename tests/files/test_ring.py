@@ -308,6 +308,21 @@ def test_scratch_is_filled_again_where_the_device_is_slow():
     passage.end()
 
 
+def test_scratch_for_a_large_tensor_is_not_kept():
+    """It may be as large as the rest of the model: what a run holds afterwards is as little as without it."""
+    given = SimulatedRing()
+    passage = Passage(given, torch.device("cpu"), given.lane("cpu"))
+    passage.begin(SLOT)
+    for _ in range(3):
+        large, found = passage.take(9 * STAGED), []
+        passage.compute(large, lambda large=large, found=found: found.append(large.sum()))
+        del large
+        assert sum(scratch.nbytes for scratch in passage._every.values()) <= ring._AHEAD * STAGED
+        given.lanes[-1].synchronize()
+        assert found
+    passage.end()
+
+
 @pytest.mark.usefixtures("way")
 def test_a_file_that_shrinks_is_named(file):
     """By the key that misses bytes, whoever reads."""

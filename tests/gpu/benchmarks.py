@@ -21,7 +21,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import torchtether as tt
-from torchtether.gpu import decoding, encoding
+from torchtether.gpu import decoding
+from torchtether.schemes.looking import unchecked
 
 BF16 = torch.bfloat16
 SCHEMES = {
@@ -297,7 +298,7 @@ def encoders(device, size, rounds):
     for group in ("eager", "encoders"):
         broken = {}
         if group == "encoders" and device.type == "cuda":  # the bars are for graphs: Python waits for each check
-            with encoding.unchecked():
+            with unchecked():
                 calls = {name: Turning([lambda _, run=run: run()], values) for name, run in contenders.items()}
                 contenders, broken = replays(calls, device)
         found, failed = measure(contenders, device, rounds)

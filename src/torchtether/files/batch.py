@@ -43,7 +43,7 @@ _Part = tuple[str, Tensor, int, int]
 
 
 Doubt = tuple[Tensor, Callable[["Batch"], None]]
-"""A flag on a device, nonzero if the result of a job is wrong, and a function that adds the job in a safe form."""
+"""A flag on a device, 0 if the result of a job is wrong, and a function that adds the job in a safe form."""
 
 
 class Batch:
@@ -219,8 +219,8 @@ class Batch:
         self.doubts.clear()
         for device in dict.fromkeys(flag.device for flag, _ in doubts):
             some = [doubt for doubt in doubts if doubt[0].device == device]
-            for is_wrong, (_, add) in zip(torch.cat([flag for flag, _ in some]).tolist(), some, strict=True):
-                if is_wrong:
+            for is_right, (_, add) in zip(torch.cat([flag.view(1) for flag, _ in some]).tolist(), some, strict=True):
+                if not is_right:
                     add(again)
         again.run(no_tick)
 

@@ -265,7 +265,11 @@ class Passage:
 
     def compute(self, scratch: Tensor, use: Callable[[], object]) -> None:
         """Queue ``use()``, which reads ``scratch``, after all copies queued so far; then it may be filled again."""
-        self._idle.append((scratch, self._lane.compute(use, self._lane.copied())))
+        free = self._lane.compute(use, self._lane.copied())
+        if scratch.nbytes > _AHEAD * STAGED:  # the computation is queued, so it can be freed
+            del self._every[id(scratch)]
+        else:
+            self._idle.append((scratch, free))
 
     def end(self) -> None:
         """End a run that was not aborted."""

@@ -14,11 +14,10 @@ from .encoding import (
     encode_rows,
     extremes,
     magnitudes,
-    unchecked,
 )
 from .serving import serves
 
 __all__ = [
     "can_read", "encode_affine", "encode_float8", "encode_nearest", "encode_rows", "extremes", "magnitudes",
-    "serves", "unchecked",
+    "serves",
 ]  # fmt: skip

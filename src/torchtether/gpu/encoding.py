@@ -2,15 +2,12 @@
 
 They take the arguments of the loops of ``compiled``, and give the same bits.  ``x`` (R, K) is contiguous, of a dtype
 that ``can_read`` accepts; ``scale`` and ``zero``, float32, (R or 1, groups) have one entry per ``width`` columns;
-``codes`` (R, bytes) may be the first columns of a wider table.  Only ``encode_rows`` waits for the GPU, once, to learn
-whether all numbers were finite; with ``unchecked`` its caller does.
+``codes`` (R, bytes) may be the first columns of a wider table.  None of them waits for the GPU.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from functools import lru_cache
 from importlib import import_module
 from typing import Any
@@ -69,42 +66,21 @@ def _extremes(x: Tensor, width: int, *, signed: bool) -> tuple[Tensor, Tensor] |
     return low, high
 
 
-class _Unchecked(threading.local):
-    flags: list[Tensor] | None = None
-
-
-_unchecked = _Unchecked()
-
-
-@contextmanager
-def unchecked() -> Iterator[list[Tensor]]:
-    """Have ``encode_rows`` on this thread not wait for the GPU, but return True.
-
-    Yields a list of its flags, int32 (1,) on the GPU, that work queued later can read: 1 where it should have been
-    False. Then everything that was encoded in this context is undefined, and must be encoded again outside.
-    """
-    before, _unchecked.flags = _unchecked.flags, []
-    try:
-        yield _unchecked.flags
-    finally:
-        _unchecked.flags = before
-
-
-def encode_rows(fields: Mapping[str, Any], values: Tensor, parts: tuple[Tensor, ...]) -> bool:
-    """Write scales and codes of all ``values`` in one pass; return whether that was done, else ``parts`` are undefined.
+def encode_rows(fields: Mapping[str, Any], values: Tensor, parts: tuple[Tensor, ...]) -> Tensor | None:
+    """Write scales and codes of all ``values`` in one pass, and return a flag, int32 (1,).
 
     ``fields`` are those of the compiled loops' recipe; ``parts`` the codes, the scales and the zero points, contiguous.
-    It fails where a number is not finite, or too large; that check waits for the GPU, unless it is ``unchecked``.
+    If the flag is 0, a number was not finite, or too large, and ``parts`` are undefined.
     """
     columns, width = fields["columns"], fields["width"]
     if not can_read(values) or not _suits(width, columns, fields["bits"]) or width > _LONGEST:
-        return False
+        return None
     if not serves(values, *parts) or not all(map(Tensor.is_contiguous, parts)):
-        return False
+        return None
     codes, scale, *zero = parts
-    bad = torch.zeros(1, dtype=torch.int32, device=values.device)
+    is_fine = torch.ones(1, dtype=torch.int32, device=values.device)
     _encode(
-        values.view(-1, columns), width, scale, zero[0] if zero else scale, codes, bad,
+        values.view(-1, columns), width, scale, zero[0] if zero else scale, codes, is_fine,
         kind=fields["kind"], bits=fields["bits"], stride=fields["stride"], divides=fields["kind"] != NEAREST,
         shifts=bool(zero), span=fields["span"], unit=fields["unit"], limits=(fields["lowest"], fields["highest"]),
         offset=fields["offset"], zero_offset=fields["zero_offset"], mantissa=fields["mantissa"], bias=fields["bias"],
@@ -112,10 +88,7 @@ def encode_rows(fields: Mapping[str, Any], values: Tensor, parts: tuple[Tensor, 
     )  # fmt: skip
     for part in parts:
         _note_written(part)
-    if _unchecked.flags is not None:
-        _unchecked.flags.append(bad)
-        return True
-    return not bool(bad)
+    return is_fine
 
 
 def encode_affine(
@@ -203,7 +176,7 @@ def _encode(
     scale: Tensor,
     zero: Tensor,
     codes: Tensor,
-    bad: Tensor | None,
+    is_fine: Tensor | None,
     *,
     kind: int,
     bits: int,
@@ -220,8 +193,8 @@ def _encode(
     edges: tuple[float, ...] = (),
     order: tuple[int, ...] = (),
 ) -> bool:
-    """Encode under the given scales, or, if ``bad`` is given, under scales that the kernel computes and writes, too."""
-    (rows, columns), fits = x.shape, bad is not None
+    """Encode under the given scales, or, if ``is_fine`` is given, under scales that the kernel computes and writes, too."""
+    (rows, columns), fits = x.shape, is_fine is not None
     width, groups = min(width, columns), -(-columns // width)
     is_shared = not fits and scale.shape[0] == 1
     if not fits:
@@ -235,7 +208,7 @@ def _encode(
     total, is_flat = rows * groups, columns % width == 0 and (stride * 8 == columns * bits or rows == 1)
     _launch(
         "encode", -(-total // runs) * pieces,
-        x, scale, _bytes(zero) if fits else zero, _bytes(codes), scale if bad is None else bad,
+        x, scale, _bytes(zero) if fits else zero, _bytes(codes), scale if is_fine is None else is_fine,
         total, width, columns, groups, stride, pieces, float(span), float(unit), float(limits[0]), float(limits[1]),
         offset, zero_offset,
         KIND=kind, BITS=bits, FITS=fits, LOOPS=fits and block < width, DIVIDES=divides, SHIFTS=shifts,

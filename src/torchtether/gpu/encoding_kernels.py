@@ -256,7 +256,7 @@ def _store(
 
 @triton.jit
 def encode(
-    x_ptr, scale_ptr, zero_ptr, codes_ptr, bad_ptr,
+    x_ptr, scale_ptr, zero_ptr, codes_ptr, fine_ptr,
     total, width, columns, groups, stride, pieces, span, unit, lowest, highest, offset, zero_offset,
     KIND: tl.constexpr, BITS: tl.constexpr, FITS: tl.constexpr, LOOPS: tl.constexpr, DIVIDES: tl.constexpr,
     SHIFTS: tl.constexpr, FLAT: tl.constexpr, SHARED: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
@@ -265,7 +265,7 @@ def encode(
 ):  # fmt: skip
     """Write the codes of each run, under given scales (SHARED: one row of them for all rows), or (FITS) under its own.
 
-    With FITS, scales and zero points are written, too, and 1 to ``bad`` if a number is not finite or too large.
+    With FITS, scales and zero points are written, too, and 0 to ``fine`` if a number is not finite or too large.
     Without it, scales and zero points are float32, and a long run is cut into ``pieces``. With LOOPS one program
     processes a whole long run.
     """
@@ -286,7 +286,7 @@ def encode(
         tl.store(scale_ptr + run, scale, mask=valid)
         if SHIFTS:
             tl.store(zero_ptr + run, (bits_of(shift + MAGIC) + zero_offset).to(tl.uint8), mask=valid)
-        tl.store(bad_ptr + 0 * run, tl.full([RUNS], 1, tl.int32), mask=valid & bad)
+        tl.store(fine_ptr + 0 * run, tl.full([RUNS], 0, tl.int32), mask=valid & bad)
     else:
         at = run % groups if SHARED else run
         by = tl.load(scale_ptr + at, mask=valid, other=1.0)

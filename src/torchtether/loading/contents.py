@@ -11,7 +11,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from .. import compiled, gpu
+from .. import compiled
 from ..errors import SchemeError
 from ..files import STAGED, Batch, Doubt, Scratch, allocate
 from ..geometry.blocks import STOCK
@@ -19,6 +19,7 @@ from ..geometry.views import Shape
 from ..progress import Tick, no_tick
 from ..renaming.renamed_checkpoint import RenamedCheckpoint
 from ..schemes import Part, Scheme, part_rows, row_unit
+from ..schemes.looking import unchecked
 from ..ties.components import Member
 from ..ties.spans import member_view, plain_values
 from ..weights.module_load import encoded_as
@@ -307,17 +308,23 @@ def encode_values_into(
 
 
 def _rows_at_once(layout: Mapping[str, Part], shape: Shape, stored: torch.dtype, *, is_staged: bool) -> int | None:
-    """Return the number of rows per job, in whole blocks; ``None`` if the rows cannot be encoded separately."""
+    """Return the number of rows per job, in whole blocks; ``None`` if the rows cannot be encoded separately.
+
+    To a device all rows can go in one job: then some may share all numbers of a part.
+    """
     if len(shape) < 2 or 0 in shape or not stored.is_floating_point:
         return None
-    if any(part.span == 0 or part.dtype is None for part in layout.values()):
+    if any(part.dtype is None or (part.span == 0 and not is_staged) for part in layout.values()):
         return None
     row = math.prod(shape[1:])
     unit = row_unit(layout, row)
-    count = max((STAGED // stored.itemsize if is_staged else _ROWS) // row // unit, 1) * unit
-    if count * row > (STAGED if is_staged else _LARGEST_ROWS):
+    if is_staged:
+        is_whole = any(part.span == 0 for part in layout.values())
+        return shape[0] if is_whole else max(STAGED // stored.itemsize // row // unit, 1) * unit
+    count = max(_ROWS // row // unit, 1) * unit
+    if count * row > _LARGEST_ROWS:
         return None
-    if compiled.is_at_hand() and not is_staged:
+    if compiled.is_at_hand():
         count = max(count, _COMPILED_ROWS // (row * stored.itemsize) // unit * unit)
     return count
 
@@ -353,12 +360,12 @@ class _RowEncoder:
         With ``doubts`` do not wait for the device to find rows that it cannot encode, but append them, with ``again``.
         """
         assert self.step.scheme is not None
-        outs = {role: part[cuts[role]] for role, part in self.parts.items()}
+        outs = {role: part if (cut := cuts[role]) is None else part[cut] for role, part in self.parts.items()}
         try:
             if doubts is None or again is None:
                 self.step.scheme.encode_into(values, outs)
                 return
-            with gpu.unchecked() as flags:
+            with unchecked() as flags:
                 self.step.scheme.encode_into(values, outs)
             doubts += [(flag, again) for flag in flags]
         except SchemeError as error:

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from .. import compiled, gpu
+from .looking import is_true
 
 
 def can_read(values: Tensor) -> bool:
@@ -31,7 +32,8 @@ def encode_rows(recipe: compiled.Recipe | None, values: Tensor, parts: Mapping[s
         return compiled.encode_rows(recipe, values, parts)
     if recipe.fields["is_searched"]:
         return False
-    return gpu.encode_rows(recipe.fields, values, tuple(parts[name] for name in recipe.parts))
+    is_fine = gpu.encode_rows(recipe.fields, values, tuple(parts[name] for name in recipe.parts))
+    return is_fine is not None and is_true(is_fine, unseen=True)
 
 
 def encode_affine(x: Tensor, *args: Any, **kwargs: Any) -> bool:
