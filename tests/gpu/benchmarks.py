@@ -345,8 +345,8 @@ def loaders(device, size, rounds):
         contenders, failed = {"bare": lambda: bare}, {}
         for name, read in LOADERS.items() if device.type == "cuda" else ():
             try:
-                read(folder, device)
-                contenders[name] = partial(partial, read, folder, device)
+                read(folder, device, size)
+                contenders[name] = partial(partial, read, folder, device, size)
             except Exception as error:  # most often it is not installed
                 failed[name] = reason(error)
         found = timed(contenders, device, rounds)
@@ -400,21 +400,21 @@ def by_safetensors(folder, device):
         load_file(file, device=str(device))
 
 
-def by_fastsafetensors(folder, device):
+def by_fastsafetensors(folder, device, size):
     from fastsafetensors import fastsafe_open
 
     with fastsafe_open(files_in(folder), device=str(device), nogds=True) as opened:
         return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
 
 
-def by_instanttensor(folder, device):
+def by_instanttensor(folder, device, size):
     from instanttensor import safe_open
 
     with safe_open(files_in(folder), framework="pt", device=device.index or 0) as opened:
         return dict(opened.tensors())
 
 
-def by_runai_model_streamer(folder, device):
+def by_runai_model_streamer(folder, device, size):
     from runai_model_streamer import SafetensorsStreamer
 
     with SafetensorsStreamer() as streamer:
@@ -422,10 +422,26 @@ def by_runai_model_streamer(folder, device):
         return {name: tensor.to(device) for name, tensor in streamer.get_tensors()}
 
 
+def by_transformers(folder, device, size):
+    from transformers import PretrainedConfig, PreTrainedModel
+
+    class Model(PreTrainedModel):
+        config_class = PretrainedConfig
+
+        def __init__(self, config):
+            super().__init__(config)
+            self.layers = Layers(*SIZES[size][3]).layers
+            self.post_init()
+
+    config = PretrainedConfig()
+    return Model.from_pretrained(folder, config=config, dtype=BF16, device_map=device, local_files_only=True)
+
+
 LOADERS = {
     "fastsafetensors": by_fastsafetensors,
     "instanttensor": by_instanttensor,
     "runai_model_streamer": by_runai_model_streamer,
+    "transformers": by_transformers,
 }
 
 

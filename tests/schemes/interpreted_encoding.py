@@ -42,6 +42,11 @@ KERNELS = {
     "fp4": fp4(),
     "mxfp8": mxfp8(),
     "mxfp4": mxfp4(),
+    **{
+        f"{element} {rounding}": ScaledFloat(element, (1, 32), torch.float8_e8m0fnu, scale_rounding=rounding)
+        for element, rounding in (("e4m3", "rceil"), ("e5m2", "even"), ("e2m1", "floor"), ("e2m1", "rceil"))
+    },
+    "mx rows": ScaledFloat("e2m1", (1, None), torch.float8_e8m0fnu),
     "nvfp4": nvfp4(),
     "nvfp4 divides": nvfp4(global_divides=True),
 }
@@ -91,7 +96,7 @@ def test_codes_are_those_of_torch_ops_over_all_dtypes_and_patterns(name):
         check(KERNELS[name], laws.make(shape, pattern, 7, dtype))
 
 
-@pytest.mark.parametrize("name", ["int8", "uint8", "int4 ragged", "fp8", "nf4", "mxfp4"])
+@pytest.mark.parametrize("name", ["int8", "uint8", "int4 ragged", "fp8", "nf4", "mxfp4", "e4m3 rceil"])
 def test_numbers_at_the_ends_of_their_range(name):
     check(
         KERNELS[name], torch.cat([laws.make((1, 48), p, 3, torch.bfloat16) for p in ("zeros", "tiny", "large", "ties")])
@@ -105,7 +110,7 @@ def test_codes_under_given_scales(name):
     laws.assert_same_parts(scheme.encode(x, like=like), with_torch_ops(lambda: scheme.encode(x, like=like)))
 
 
-@pytest.mark.parametrize("name", ["int8", "uint8", "int4 symmetric", "fp8 tensor", "nf4 rows"])
+@pytest.mark.parametrize("name", ["int8", "uint8", "int4 symmetric", "fp8 tensor", "nf4 rows", "mxfp8", "mxfp4"])
 def test_no_torch_op_walks_the_values(name, monkeypatch):
     """Without this the kernels might stand aside, and all of the above compare torch ops with themselves."""
 
@@ -118,7 +123,7 @@ def test_no_torch_op_walks_the_values(name, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("name", "columns"), [("int8", 9000), ("uint8", 12288), ("int4 symmetric", 9001), ("fp8", 9000)]
+    ("name", "columns"), [("int8", 9000), ("uint8", 12288), ("int4 symmetric", 9001), ("fp8", 9000), ("mx rows", 9000)]
 )
 def test_rows_that_one_program_reads_piece_by_piece(name, columns):
     check(KERNELS[name], laws.make((2, columns), "spike", 3, torch.bfloat16))
@@ -161,6 +166,17 @@ def test_encode_into_rows_of_larger_parts(name):
     scheme.encode_into(x, {name: part[2:6] for name, part in whole.items()})
     for name, part in scheme.encode(x).items():
         assert laws.same(whole[name][2:6], part)
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, scheme in KERNELS.items() if getattr(scheme, "scale_dtype", None) == torch.float8_e8m0fnu]
+)
+def test_every_power_of_two_as_a_scale(name):
+    """Also subnormal ones; and blocks whose largest number lies just before, on and after the middle of two."""
+    ones = torch.tensor([1.0, 1 + 2.0**-23, 1.75, 1.75 - 2.0**-23, 1.5, 1.9375, 2 - 2.0**-23, -1.25])
+    x = ones.view(-1, 1, 1) * torch.arange(-149, 127).double().exp2().view(1, -1, 1)
+    x = (x * torch.tensor([1.0, 0.3, -0.07])).float().view(-1, 3)
+    check(KERNELS[name], torch.nn.functional.pad(x[x[:, 0].abs() < 2.0**127], (0, 1)))
 
 
 def every_number():

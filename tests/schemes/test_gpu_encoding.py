@@ -106,6 +106,7 @@ LAUNCHES = {
     "e5m2 by tensor": (ScaledFloat("e5m2", block=(None, None)), (8, 256)),
     "fp4 ragged": (fp4(), (3, 50)),
     "mxfp4": (mxfp4(), (8, 256)),
+    "mxfp8": (ScaledFloat("e4m3", (1, 32), torch.float8_e8m0fnu, scale_rounding="rceil"), (8, 256)),
 }
 
 
@@ -166,6 +167,6 @@ def test_kernels_compile_and_divide_as_torch_does(name, target, monkeypatch):
         assert not re.search(r"div\.(approx|full)|\.ftz|rcp\.approx", made["ptx"])
         assert unasked_fusions(made) == 0
         divisions += made["ptx"].count("div.rn.f32")
-        has_e4m3 = name.startswith("fp8") and target >= 89
+        has_e4m3 = name.startswith(("fp8", "mxfp8")) and target >= 89
         assert ("e4m3x2.f32" in made["ptx"]) is (has_e4m3 and kernel[0] == "encode")
-    assert divisions or name == "int8 reciprocal"
+    assert divisions or name in ("int8 reciprocal", "mxfp4")

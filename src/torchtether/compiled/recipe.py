@@ -39,13 +39,17 @@ def recipe(
     bits: int,
     thresholds: tuple[float, ...] = (),
     order: tuple[int, ...] = tuple(range(16)),
+    power: str = "",
+    top: int = 0,
     **more: float,
 ) -> Recipe | None:
     """Return a recipe for rows of ``columns`` numbers of ``dtype``, in runs of ``width``; ``None`` if no loop fits.
 
     ``more`` are fields of ``Recipe``: for AFFINE ``span``, ``unit``, ``lowest``, ``highest``, ``offset`` and, where
     there are zero points, ``zero_offset``; for FLOAT8 ``span``, ``lowest``, ``highest``, ``mantissa`` and ``bias``; for
-    NEAREST ``thresholds`` and ``order``, as in ``encode_nearest``; and those of ``Search.fields``.
+    NEAREST ``thresholds`` and ``order``, as in ``encode_nearest``; and those of ``Search.fields``.  With ``power``, the
+    rounding of e8m0 scales for codes up to ``span``, whose exponent is ``top``, ``thresholds`` are of magnitudes, and
+    only encoders of other devices take the recipe.
     """
     module = native()
     if dtype not in DTYPES or columns < 1 or bits not in (4, 8):
@@ -62,13 +66,13 @@ def recipe(
         "unit": 1.0,
         "is_symmetric": len(parts) == 2,
         "bits": bits,
-        "edges": _edges(thresholds),
+        "edges": thresholds if power else _edges(thresholds),
         "order": order,
         "is_ordered": tuple(order) == tuple(range(len(order))),
         **_NO_SEARCH,
     }
-    made = None if module is None else module.Recipe(**(fields | more))
-    return Recipe(made, fields | more, parts, columns * dtype.itemsize)
+    made = None if module is None or power else module.Recipe(**(fields | more))
+    return Recipe(made, fields | more | {"power": power, "top": top}, parts, columns * dtype.itemsize)
 
 
 def _edges(thresholds: tuple[float, ...]) -> tuple[float, ...]:

@@ -81,10 +81,12 @@ def encode_rows(fields: Mapping[str, Any], values: Tensor, parts: tuple[Tensor, 
     is_fine = torch.ones(1, dtype=torch.int32, device=values.device)
     _encode(
         values.view(-1, columns), width, scale, zero[0] if zero else scale, codes, is_fine,
-        kind=fields["kind"], bits=fields["bits"], stride=fields["stride"], divides=fields["kind"] != NEAREST,
+        kind=fields["kind"], bits=fields["bits"], stride=fields["stride"],
+        divides=fields["kind"] != NEAREST and not fields["power"],
         shifts=bool(zero), span=fields["span"], unit=fields["unit"], limits=(fields["lowest"], fields["highest"]),
         offset=fields["offset"], zero_offset=fields["zero_offset"], mantissa=fields["mantissa"], bias=fields["bias"],
         edges=fields["edges"], order=() if fields["is_ordered"] else fields["order"],
+        power=fields["power"], top=fields["top"],
     )  # fmt: skip
     for part in parts:
         _note_written(part)
@@ -192,8 +194,10 @@ def _encode(
     bias: int = 0,
     edges: tuple[float, ...] = (),
     order: tuple[int, ...] = (),
+    power: str = "",
+    top: int = 0,
 ) -> bool:
-    """Encode under the given scales, or, if ``is_fine`` is given, under scales that the kernel computes and writes, too."""
+    """Encode under given scales, or, if ``is_fine`` is given, under scales that the kernel computes and writes, too."""
     (rows, columns), fits = x.shape, is_fine is not None
     width, groups = min(width, columns), -(-columns // width)
     is_shared = not fits and scale.shape[0] == 1
@@ -208,13 +212,13 @@ def _encode(
     total, is_flat = rows * groups, columns % width == 0 and (stride * 8 == columns * bits or rows == 1)
     _launch(
         "encode", -(-total // runs) * pieces,
-        x, scale, _bytes(zero) if fits else zero, _bytes(codes), scale if is_fine is None else is_fine,
+        x, _bytes(scale), _bytes(zero) if fits else zero, _bytes(codes), scale if is_fine is None else is_fine,
         total, width, columns, groups, stride, pieces, float(span), float(unit), float(limits[0]), float(limits[1]),
         offset, zero_offset,
         KIND=kind, BITS=bits, FITS=fits, LOOPS=fits and block < width, DIVIDES=divides, SHIFTS=shifts,
         FLAT=is_flat, SHARED=is_shared, MANTISSA=mantissa, BIAS=bias,
         EDGES=edges, PLACES=_places(tuple(edges)), ORDER=signed if order else (),
-        FULL=is_flat and width % block == 0, RUNS=runs, BLOCK=block,
+        FULL=is_flat and width % block == 0, RUNS=runs, BLOCK=block, POWER=power, TOP=top,
     )  # fmt: skip
     return True
 

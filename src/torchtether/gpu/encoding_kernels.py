@@ -134,6 +134,23 @@ def _fit(low, high, span, unit, lowest, highest, KIND: tl.constexpr, SIGNED: tl.
 
 
 @triton.jit
+def _fit_power(high, span, MANTISSA: tl.constexpr, TOP: tl.constexpr, POWER: tl.constexpr):
+    """Return the bytes of e8m0 scales, and their inverses, for runs whose largest magnitudes have the bits ``high``.
+
+    ``POWER`` is the rounding, ``TOP`` the exponent of ``span``, the largest code, which has ``MANTISSA`` bits.
+    """
+    if POWER == "rceil":
+        bits = bits_of(tl.div_rn(float_of(high), span))
+        byte = (bits >> 23) + tl.where((bits & 0x7FFFFF) != 0, 1, 0)
+    elif POWER == "even":
+        byte = ((high + (1 << (22 - MANTISSA))) >> 23) - TOP
+    else:
+        byte = (high >> 23) - TOP
+    byte = tl.where(high > 0, tl.maximum(byte, 0), 127)  # of magnitudes below LIMIT, at most 252
+    return byte, float_of((254 - byte) << 23)
+
+
+@triton.jit
 def _above(y, E: tl.constexpr):
     """Return the number of 15 ascending thresholds below ``y``, by binary search."""
     a = y > E[7]
@@ -261,13 +278,13 @@ def encode(
     KIND: tl.constexpr, BITS: tl.constexpr, FITS: tl.constexpr, LOOPS: tl.constexpr, DIVIDES: tl.constexpr,
     SHIFTS: tl.constexpr, FLAT: tl.constexpr, SHARED: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
     EDGES: tl.constexpr, PLACES: tl.constexpr, ORDER: tl.constexpr, FULL: tl.constexpr, RUNS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, POWER: tl.constexpr, TOP: tl.constexpr,
 ):  # fmt: skip
     """Write the codes of each run, under given scales (SHARED: one row of them for all rows), or (FITS) under its own.
 
-    With FITS, scales and zero points are written, too, and 0 to ``fine`` if a number is not finite or too large.
-    Without it, scales and zero points are float32, and a long run is cut into ``pieces``. With LOOPS one program
-    processes a whole long run.
+    With FITS, scales (with POWER, of e8m0) and zero points are written, too, and 0 to ``fine`` if a number is not
+    finite or too large. Without it, scales and zero points are float32, and a long run is cut into ``pieces``. With
+    LOOPS one program processes a whole long run.
     """
     run = tl.program_id(0).to(tl.int64) * RUNS + tl.arange(0, RUNS)
     first = 0
@@ -282,8 +299,13 @@ def encode(
         if SHIFTS:
             low, high = tl.minimum(low, 0), tl.maximum(high, 0)  # 0 is its own ordered integer
             low, high = low ^ ((low >> 31) & 0x7FFFFFFF), high ^ ((high >> 31) & 0x7FFFFFFF)
-        scale, by, shift, bad = _fit(float_of(low), float_of(high), span, unit, lowest, highest, KIND, SHIFTS)
-        tl.store(scale_ptr + run, scale, mask=valid)
+        if POWER != "":
+            byte, by = _fit_power(high, span, MANTISSA, TOP, POWER)
+            shift, bad = by, ~(float_of(high) < LIMIT)
+            tl.store(scale_ptr + run, byte.to(tl.uint8), mask=valid)
+        else:
+            scale, by, shift, bad = _fit(float_of(low), float_of(high), span, unit, lowest, highest, KIND, SHIFTS)
+            tl.store(scale_ptr + run, scale, mask=valid)
         if SHIFTS:
             tl.store(zero_ptr + run, (bits_of(shift + MAGIC) + zero_offset).to(tl.uint8), mask=valid)
         tl.store(fine_ptr + 0 * run, tl.full([RUNS], 0, tl.int32), mask=valid & bad)

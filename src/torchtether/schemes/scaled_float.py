@@ -153,22 +153,26 @@ class ScaledFloat(Blocked):
 
     def recipe(self, shape: Shape, dtype: torch.dtype) -> compiled.Recipe | None:
         grid, element = grid_over(shape, self.block), self._element
-        if element.dtype is None or self.scale_dtype != torch.float32 or 0 in shape:
+        is_power = self.scale_dtype == torch.float8_e8m0fnu
+        if not (is_power or (element.dtype is not None and self.scale_dtype == torch.float32)) or 0 in shape:
             return None
         if not (grid.height == 1 or grid.rows == 1):
             return None
         return compiled.recipe(
-            compiled.FLOAT8,
+            compiled.NEAREST if element.dtype is None else compiled.FLOAT8,
             dtype,
             grid.columns,
             grid.run,
             parts=("qdata", "scale"),
-            bits=8,
+            bits=element.bits,
             span=element.largest,
             lowest=-element.largest,
             highest=element.largest,
             mantissa=element.mantissa,
             bias=1 - element.low,
+            thresholds=_BELOW.get(self.element, ()),
+            power=self.scale_rounding if is_power else "",
+            top=element.high,
         )
 
     def _reencode(self, values: Tensor, held: Parts) -> dict[str, Tensor]:
