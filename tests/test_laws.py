@@ -184,6 +184,17 @@ def test_copy_in_every_direction(row):
     assert torch.equal(turned.t().dequantize(), weight.dequantize())
 
 
+@each_scheme
+def test_values_that_are_held_change_nothing(row):
+    """DDP writes the values of every parameter back when it wraps a model."""
+    weight = torch.nn.Parameter(_weight(row), requires_grad=False)
+    before = {name: part.clone() for name, part in weight.parts.items()}
+    weight.copy_(weight.dequantize())
+    weight.t().copy_(weight.dequantize().t())
+    weight.data = weight.dequantize()
+    assert all(_same_bits(part, before[name]) for name, part in weight.parts.items())
+
+
 COMPILED = """
     plain int8 int4 int3-group8 int8-block fp8 fp8-block mxfp4 nvfp4 nf4 nf4-double nf4-rows codebook-uneven
     super-blocks-table

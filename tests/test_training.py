@@ -164,6 +164,29 @@ def test_data_of_what_is_trained_is_trained():
     assert (weight.dequantize() - before).mean().item() == pytest.approx(-0.05, abs=1e-2)
 
 
+@pytest.mark.parametrize("scheme", [tt.int8(), tt.int4(32, symmetric=True)], ids=["int8", "int4-symmetric"])
+@pytest.mark.parametrize("way", ["copy_", "data"])
+def test_values_that_are_written_again_and_again_do_not_grow(scheme, way):
+    weight = _trained(scheme, (16, 64))
+    before = weight.dequantize().detach()
+    for step in range(100):
+        values = weight.dequantize().detach() + (-1) ** step * 1e-4
+        if way == "copy_":
+            with torch.no_grad():
+                weight.copy_(values)
+        else:
+            weight.data = values
+    assert (weight.dequantize() - before).norm() < 0.15 * before.norm()
+
+
+@each_learning
+def test_other_values_than_a_step_leaves_are_encoded_as_if_nothing_was_held(row):
+    weight, values = _trained(row.scheme), torch.randn(4, 64, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        weight.copy_(values)
+    assert same_bits(weight.dequantize().detach(), tt.Weight.encode(values, row.scheme).dequantize())
+
+
 @dataclass(frozen=True)
 class Halves(tt.Scheme):
     kind: ClassVar[str] = "training-halves"

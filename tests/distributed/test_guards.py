@@ -95,6 +95,19 @@ def check_ddp():
         refused(tt.ConversionError, f"cannot {verb} under {ddp}.*Give the module inside it", call)
 
 
+def check_ddp_wraps():
+    """Wrapping sends the values of rank 0 to all and writes them back, on rank 0 too."""
+    for scheme in (tt.int8(), tt.int4(16, symmetric=True), tt.nf4(), tt.Mastered(tt.int8())):
+        torch.manual_seed(0)
+        inner = tt.quantize(nn.Sequential(nn.Embedding(6, 32), nn.Linear(32, 6)), {"*.weight": scheme})
+        with torch.no_grad():
+            inner[0].weight.add_(1e-4)  # masters have other values than codes now
+        before = [part.clone() for weight in (inner[0].weight, inner[1].weight) for part in weight.parts.values()]
+        DistributedDataParallel(inner)
+        after = [part for weight in (inner[0].weight, inner[1].weight) for part in weight.parts.values()]
+        assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True)), scheme
+
+
 def _verbs(model):
     """Return the calls of ``tt.distributed`` on ``model`` that need its parameters, each with its verb."""
     verbs = tt.distributed
@@ -114,6 +127,10 @@ def test_converting_at_the_wrong_moment_is_refused():
 
 def test_ddp_is_refused_before_anything_changes():
     spawn(check_ddp, 2)
+
+
+def test_wrapping_in_ddp_changes_no_code():
+    spawn(check_ddp_wraps, 2)
 
 
 # -- loading behind FSDP2's back --------------------------------------------------------------------------------------

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..errors import ConversionError
-from ..torch_private.tensors import is_same_kind, set_data
+from ..torch_private.tensors import is_fake, is_same_kind, set_data
 from .dispatch import ATTACHED
+from .products import decoding
 from .spec import WeightSpec
 from .weight import Weight
 
@@ -23,6 +25,20 @@ def contents_of(weight: Weight, spec: WeightSpec | None = None) -> Weight:
     made = weight.map(lambda part: part, spec)
     made.__dict__.update({name: weight.__dict__[name] for name in ATTACHED if name in weight.__dict__})
     return made
+
+
+def has_values(held: Weight, values: Tensor) -> bool:
+    """Return whether ``held`` decodes to exactly ``values``, of its base shape; False if that cannot be seen."""
+    if torch.compiler.is_compiling() or is_fake(values) or not values.is_floating_point() or not values.numel():
+        return False
+    if values.device != held.device:
+        values = values.to(held.device)
+    scheme, base = held.scheme, held.spec.base
+    first = values.new_empty(1, base[-1])  # values that differ mostly do so in the first row: no need to decode all
+    scheme.decode_into(held.parts, base, 0, 1, first)
+    if not torch.equal(first[0], values[(0,) * (len(base) - 1)]):
+        return False
+    return torch.equal(decoding.values(scheme, held.parts, base, values.dtype), values)
 
 
 def put_contents(held: Weight, made: Weight) -> None:

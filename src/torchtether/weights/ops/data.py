@@ -56,11 +56,23 @@ def set_data(op: Any, held: Weight, given: Tensor) -> None:
     if is_written_in_place(held, given):
         with torch.no_grad():
             held.copy_(given)
+    elif _is_alike(held, given) and not held.scheme.transparent:
+        made = held.map(torch.clone, cut=())
+        with torch.no_grad():
+            made.copy_(given)
+        put_contents(held, made)
     else:
         made = encoded_as(held, given)
         if held.shape != given.shape:
             _keep_rows(made, held, given)
         put_contents(held, made)
+
+
+def _is_alike(held: Weight, given: Tensor) -> bool:
+    """Return whether ``given`` could be copied into ``held`` and nothing but values would change."""
+    if held.is_meta or is_fake(held) or is_fake(given):
+        return False
+    return (held.shape, held.device, held.dtype) == (given.shape, given.device, given.dtype)
 
 
 def _keep_rows(made: Weight, held: Weight, given: Tensor) -> None:

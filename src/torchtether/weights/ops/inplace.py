@@ -11,7 +11,9 @@ from torch import Tensor
 from ..._warnings import warn
 from ...errors import TrainingWarning
 from ...schemes import same_bits
+from ...schemes.looking import is_true
 from ...torch_private.dispatching import schema_of, tree_map_only, written_by
+from ..contents import has_values
 from ..dispatch import FOREIGN_WRITES, rule
 from ..products import decoding
 from ..spec import to_base
@@ -163,7 +165,10 @@ def _keeping_shared(weight: Weight, values: Tensor, parts: dict[str, Tensor]) ->
 
 @rule(aten.copy_.default)
 def copy_(op: Any, held: Tensor, given: Tensor, non_blocking: bool = False) -> Tensor:
-    """Write the values of ``given`` to ``held``, which keeps its scheme; parts of an equal scheme are copied."""
+    """Write the values of ``given`` to ``held``, which keeps its scheme; parts of an equal scheme are copied.
+
+    Values that ``held`` has already change nothing.
+    """
     if not isinstance(held, Weight):
         op(held, given.values_of() if isinstance(given, Weight) else given, non_blocking)
         return held
@@ -186,9 +191,21 @@ def copy_(op: Any, held: Tensor, given: Tensor, non_blocking: bool = False) -> T
     if held.device.type == "meta":
         return held  # as torch does: nothing to write to
     base = to_base(held.spec, values.expand(held.shape))
-    # encode, not reencode: the result must not depend on the scales that were held before
-    held.set_parts(_keeping_shared(held, base, held.scheme.encode(base)))
+    if has_values(held, base):
+        return held  # DDP writes back what it has read, and new scales would change it
+    # A Weight is trained by many such writes, and with new scales each time it would grow without end.  After any other
+    # write the result must not depend on the scales that were held before.
+    parts = held.scheme.reencode(base, held.parts) if _is_step(held, base) else held.scheme.encode(base)
+    held.set_parts(_keeping_shared(held, base, parts))
     return held
+
+
+def _is_step(held: Weight, values: Tensor) -> bool:
+    """Return whether ``held`` is trained, and ``values`` are so near to its own that they may be those after a step."""
+    if not held.is_trained:
+        return False
+    own = held.scheme.decode(held.parts, held.spec.base, torch.float32)
+    return is_true((values - own).norm() <= own.norm() / 2, unseen=True)
 
 
 def _same_geometry(given: Weight, held: Weight) -> bool:
