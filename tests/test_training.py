@@ -187,6 +187,23 @@ def test_other_values_than_a_step_leaves_are_encoded_as_if_nothing_was_held(row)
     assert same_bits(weight.dequantize().detach(), tt.Weight.encode(values, row.scheme).dequantize())
 
 
+@pytest.mark.parametrize("way", ["tt.load", "load_state_dict", "swapped"])
+@each_learning
+def test_what_a_load_gives_does_not_depend_on_what_was_trained(row, way, tmp_path, monkeypatch):
+    source = torch.nn.Linear(64, 8, bias=False)
+    tt.save(source, tmp_path)
+    state = {name: value.clone() for name, value in source.state_dict().items()}
+    model = tt.quantize(source, row.scheme)
+    expected = model.weight.dequantize().detach()
+    model.requires_grad_(True)
+    with torch.no_grad():  # other scales, of about the same values
+        model.weight.copy_(torch.randn(8, 64))
+        model.weight.copy_(state["weight"] * 1.0005)
+    monkeypatch.setattr(torch.__future__, "_swap_module_params_on_conversion", way == "swapped")
+    tt.load(model, tmp_path) if way == "tt.load" else model.load_state_dict(state)
+    assert same_bits(model.weight.dequantize().detach(), expected)
+
+
 @dataclass(frozen=True)
 class Halves(tt.Scheme):
     kind: ClassVar[str] = "training-halves"

@@ -23,7 +23,7 @@ from ..torch_private.fsdp2 import fsdp2_state, renew_shards
 from ..torch_private.modules import buffers_of, forward_hooks_of, load_hooks_of, parameters_of, transient_of
 from ..torch_private.tensors import as_class, base_of, reset, swap_impl
 from ..weights.contents import can_put
-from ..weights.module_load import module_load
+from ..weights.module_load import as_loaded, module_load
 from ..weights.weight import Weight
 from .module_caches import Caches
 from .optimizer_state import Before, Journal, Optimizers, check_belongs, follow, optimizers_of
@@ -330,13 +330,13 @@ def keep_policy(
 
     The held Parameter takes the contents that ``module_load`` returns, and replaces the given tensor in the (local
     copy of the) state dict, so that torch assigns the Parameter to its own name.  With ``assign=False`` torch copies in
-    place, which a Weight handles; with the swap flag on torch calls ``Tensor.module_load``; torch itself reports
+    place what ``as_loaded`` returns; with the swap flag on torch calls ``Tensor.module_load``; torch itself reports
     shapes that differ.
     """
     errors: list[str] = rest[-1]
-    is_assigned = local_metadata.get("assign_to_params_buffers", False)
-    if not is_assigned or torch.__future__.get_swap_module_params_on_conversion():
+    if torch.__future__.get_swap_module_params_on_conversion():
         return
+    is_assigned = local_metadata.get("assign_to_params_buffers", False)
     buffers = {n: b for n, b in buffers_of(module).items() if n not in transient_of(module)}
     for leaf, held in {**parameters_of(module), **buffers}.items():
         key = prefix + leaf
@@ -346,6 +346,9 @@ def keep_policy(
         if not (isinstance(held, Weight) or isinstance(given, Weight)):
             continue
         try:
+            if not is_assigned:
+                state_dict[key] = as_loaded(held, given)
+                continue
             made = module_load(None, held, given, assign=True)
             with Exchange(module, verb="load") as exchange:
                 exchange.check([held])

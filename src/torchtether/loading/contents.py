@@ -22,7 +22,7 @@ from ..schemes import Part, Scheme, part_rows, row_unit
 from ..schemes.looking import unchecked
 from ..ties.components import Member
 from ..ties.spans import member_view, plain_values
-from ..weights.module_load import encoded_as
+from ..weights.module_load import as_loaded, encoded_as
 from ..weights.spec import WeightSpec, order_of
 from ..weights.weight import Weight
 from .steps import Step
@@ -92,7 +92,7 @@ def fill(step: Step, given: RenamedCheckpoint, tick: Tick) -> None:
             elif step.kept is not None:
                 held.set_parts(encode_whole(step, given, tick).parts)
             else:
-                held.copy_(_read_values(source.name, held.device, given, tick))
+                held.copy_(as_loaded(held, _read_values(source.name, held.device, given, tick)))
 
 
 def encode_whole(step: Step, given: RenamedCheckpoint, tick: Tick) -> Weight:

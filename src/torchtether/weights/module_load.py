@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from ..errors import SchemeError, TieError
+from ..geometry.blocks import STOCK
+from .contents import has_values
 from .dispatch import rule
 from .spec import to_base
 from .weight import Weight
@@ -45,7 +47,7 @@ def module_load(op: Any, held: Tensor, given: Tensor, assign: bool = False) -> T
         assign = False
     if not assign:
         with torch.no_grad():
-            held.copy_(given)
+            held.copy_(as_loaded(held, given))
         return held.detach()
     if isinstance(given, Weight):
         if not isinstance(held, Weight):
@@ -76,6 +78,18 @@ def is_written_in_place(held: Weight, given: Tensor) -> bool:
             fix="Use tt.load, or materialize or convert the model first.",
         )
     return True
+
+
+def as_loaded(held: Tensor, given: Tensor) -> Tensor:
+    """Return what to copy into ``held`` so that it gets the codes of ``given``, whatever its values and scales are now.
+
+    ``Tensor.copy_`` keeps scales of a trained Weight, since it may be a step of training.
+    """
+    if not isinstance(held, Weight) or not held.is_trained or held.is_meta or held.scheme.transparent or held._cut:
+        return given
+    if type(given) not in STOCK or not given.is_floating_point() or given.shape != held.shape:
+        return given
+    return given if has_values(held, to_base(held.spec, given)) else encoded_as(held, given)
 
 
 def encoded_as(held: Weight, given: Tensor) -> Weight:
