@@ -272,6 +272,27 @@ def test_a_part_that_is_absent_or_wrong_is_an_error(tmp_path, spoil):
             read(tmp_path)
 
 
+def test_a_given_state_dict_is_what_is_saved(tmp_path):
+    """Averages of the weights, or what FSDP gathered: transformers passes it to no quantizer."""
+    config = CONFIGS["tied"]()
+    model = tt.quantize(built(config), "int8")
+    average = tt.quantize(built(config), "int8")
+    with torch.no_grad():
+        for parameter in average.parameters():
+            parameter.mul_(0.5)
+    plain = tt.dequantize(copy.deepcopy(average))
+    for number, one in enumerate((average, plain, model)):
+        model.save_pretrained(tmp_path / str(number), state_dict=one.state_dict())
+        model.save_pretrained(tmp_path / f"{number} in place", True, one.state_dict())
+        for folder in (str(number), f"{number} in place"):
+            read = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / folder)
+            assert weights_of(read).keys() == weights_of(one).keys()
+            assert torch.equal(logits_of(read), logits_of(one))
+            assert read.lm_head.weight is read.model.embed_tokens.weight
+    model.save_pretrained(tmp_path / "own")
+    assert torch.equal(logits_of(transformers.LlamaForCausalLM.from_pretrained(tmp_path / "own")), logits_of(model))
+
+
 def test_a_model_dequantized_since_is_saved_as_if_it_had_never_been_quantized(tmp_path):
     from safetensors import safe_open
 

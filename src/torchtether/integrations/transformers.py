@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from functools import wraps
+from inspect import signature
 from typing import Any
 
 import torch
@@ -166,6 +167,8 @@ class TetherQuantizer(HfQuantizer):  # type: ignore[misc]
         super().__init__(quantization_config, **kwargs)
         self.chosen: dict[str, Scheme] = {}
         self.specs: dict[str, WeightSpec] = {}
+        self.given: Mapping[str, Tensor] | None = None
+        """The state dict that ``save_pretrained`` was given: transformers does not pass it on to a quantizer."""
         self._own: list[str] = []
         self._conversions: Any = None
 
@@ -247,28 +250,31 @@ class TetherQuantizer(HfQuantizer):  # type: ignore[misc]
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Tensor] | None, dict[str, str]]:
         """Return the state dict with the parts of each Weight in place of it, once per tied group, and no metadata.
 
-        The specs of the Weights go to ``model.config.quantization_config``, which transformers writes afterwards. A
-        model without Weights gives ``None``: transformers then takes its own state dict. So does one with adapters of
-        PEFT, of which only these are saved.
+        The state dict is the given one, else that of ``model``. The specs of the Weights go to
+        ``model.config.quantization_config``, which transformers writes afterwards. A model without Weights gives
+        ``None``: transformers then takes its own state dict. So does one with adapters of PEFT, of which only these are
+        saved.
         """
+        given = None if self.given is None else dict(self.given)
         if getattr(model, "_hf_peft_config_loaded", False):
             from . import peft  # noqa: F401 - its import makes PEFT save Weights as values
 
-            return None, {}
-        aliases = {alias for tie in find_ties(model) for alias in tie.aliases}
+            return given, {}
+        aliases = {alias: tie.owner for tie in find_ties(model) for alias in tie.aliases}
+        tensors: Mapping[str, Tensor] = model.state_dict() if given is None else given
         state: dict[str, Tensor] = {}
         specs: dict[str, Any] = {}
-        for name, tensor in model.state_dict().items():
+        for name, tensor in tensors.items():
             if not isinstance(tensor, Weight):
                 state[name] = tensor
-            elif name not in aliases:
+            elif aliases.get(name) not in tensors:
                 specs[name] = weight_to_json(tensor.spec)
                 state |= {part_key(name, part): one.detach() for part, one in tensor.parts.items()}
         self.quantization_config.weights = specs
         self._undo_conversions(model, not specs)
-        if not specs:  # the model was dequantized after loading
+        if not specs:  # the model was dequantized after loading, or the given tensors are plain
             model.config.__dict__.pop("quantization_config", None)
-            return None, {}
+            return given, {}
         model.config.quantization_config = self.quantization_config
         return state, {}
 
@@ -346,8 +352,15 @@ def _as_held(original: Any) -> Any:
     def save_pretrained(model: Any, *args: Any, **kwargs: Any) -> Any:
         if any(isinstance(tensor, Weight) for tensor in named_tensors(model).values()):
             attach(model)
+        quantizer = getattr(model, "hf_quantizer", None)
+        if isinstance(quantizer, TetherQuantizer):
+            quantizer.given = signature(original).bind(model, *args, **kwargs).arguments.get("state_dict")
+            try:
+                return original(model, *args, **kwargs)
+            finally:
+                quantizer.given = None
         config, found = model.config, getattr(model.config, "quantization_config", None)
-        if not isinstance(found, TetherConfig) or getattr(model, "hf_quantizer", None) is not None:
+        if not isinstance(found, TetherConfig) or quantizer is not None:
             return original(model, *args, **kwargs)
         del config.quantization_config
         try:
