@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers.core_model_loading import ConversionOps, WeightRenaming
+from transformers.integrations.accelerate import load_offloaded_parameter
 from transformers.modeling_utils import PreTrainedModel
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
@@ -268,8 +269,9 @@ class TetherQuantizer(HfQuantizer):  # type: ignore[misc]
             if not isinstance(tensor, Weight):
                 state[name] = tensor
             elif aliases.get(name) not in tensors:
+                held = load_offloaded_parameter(model, name) if tensor.is_meta else tensor
                 specs[name] = weight_to_json(tensor.spec)
-                state |= {part_key(name, part): one.detach() for part, one in tensor.parts.items()}
+                state |= {part_key(name, part): one.detach() for part, one in held.parts.items()}
         self.quantization_config.weights = specs
         self._undo_conversions(model, not specs)
         if not specs:  # the model was dequantized after loading, or the given tensors are plain
