@@ -393,6 +393,20 @@ def test_a_plain_model_with_the_config_of_a_quantized_one_is_saved_as_plain(tmp_
         assert torch.equal(logits_of(read), logits_of(one))
 
 
+def test_a_plain_model_with_the_config_of_a_quantized_folder_is_saved_as_plain(tmp_path):
+    """A config that is read by itself describes the quantization by a mapping."""
+    from torchtether.integrations.transformers import TetherConfig
+
+    auto = transformers.AutoModelForCausalLM
+    built(CONFIGS["untied"]()).save_pretrained(tmp_path / "plain")
+    auto.from_pretrained(tmp_path / "plain", quantization_config=TetherConfig("int8")).save_pretrained(tmp_path)
+    fresh = built(transformers.AutoConfig.from_pretrained(tmp_path))
+    fresh.save_pretrained(tmp_path / "fresh")
+    read = auto.from_pretrained(tmp_path / "fresh")
+    assert not weights_of(read)
+    assert torch.equal(logits_of(read), logits_of(fresh))
+
+
 def test_quantize_that_fails_leaves_no_quantizer(monkeypatch):
     from torchtether.exchange.exchange import Exchange
 

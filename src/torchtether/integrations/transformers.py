@@ -362,7 +362,7 @@ def _as_held(original: Any) -> Any:
             finally:
                 quantizer.given = None
         config, found = model.config, getattr(model.config, "quantization_config", None)
-        if not isinstance(found, TetherConfig) or quantizer is not None:
+        if quantizer is not None or not _is_ours(found):
             return original(model, *args, **kwargs)
         del config.quantization_config
         try:
@@ -371,6 +371,11 @@ def _as_held(original: Any) -> Any:
             config.quantization_config = found
 
     return save_pretrained
+
+
+def _is_ours(config: Any) -> bool:
+    """Return whether ``config`` is ours; it is a mapping if a model's config was read from a folder by itself."""
+    return isinstance(config, TetherConfig) or (isinstance(config, Mapping) and config.get("quant_method") == METHOD)
 
 
 if not hasattr(PreTrainedModel._get_resized_lm_head, "__wrapped__"):
