@@ -32,6 +32,7 @@ from ..exchange.exchange import add_load_hook, tell_listeners
 from ..files.record import check_parts, part_key, weight_to_json
 from ..formats import native
 from ..schemes import Scheme, resolve, scheme_from_json
+from ..ties.components import shared_components, tie_of
 from ..ties.names import named_tensors
 from ..ties.records import find_ties
 from ..weights.spec import Tie, WeightSpec
@@ -261,17 +262,18 @@ class TetherQuantizer(HfQuantizer):  # type: ignore[misc]
             from . import peft  # noqa: F401 - its import makes PEFT save Weights as values
 
             return given, {}
-        aliases = {alias: tie.owner for tie in find_ties(model) for alias in tie.aliases}
         tensors: Mapping[str, Tensor] = model.state_dict() if given is None else given
+        held = {name: _in_memory(model, name, one) for name, one in tensors.items() if isinstance(one, Weight)}
+        ties = [tie_of(component) for component in shared_components(held)]
+        aliases = {alias for tie in ties if tie is not None for alias in tie.aliases}
         state: dict[str, Tensor] = {}
         specs: dict[str, Any] = {}
         for name, tensor in tensors.items():
-            if not isinstance(tensor, Weight):
+            if name not in held:
                 state[name] = tensor
-            elif aliases.get(name) not in tensors:
-                held = load_offloaded_parameter(model, name) if tensor.is_meta else tensor
-                specs[name] = weight_to_json(tensor.spec)
-                state |= {part_key(name, part): one.detach() for part, one in held.parts.items()}
+            elif name not in aliases:
+                specs[name] = weight_to_json(held[name].spec)
+                state |= {part_key(name, part): one.detach() for part, one in held[name].parts.items()}
         self.quantization_config.weights = specs
         self._undo_conversions(model, not specs)
         if not specs:  # the model was dequantized after loading, or the given tensors are plain
@@ -293,6 +295,11 @@ class TetherQuantizer(HfQuantizer):  # type: ignore[misc]
 
     def _dequantize(self, model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
         return dequantize(model)
+
+
+def _in_memory(model: Any, name: str, weight: Weight) -> Weight:
+    """Return ``weight``, or, if accelerate has offloaded it, the Weight of its values."""
+    return load_offloaded_parameter(model, name) if weight.is_meta else weight  # type: ignore[return-value]
 
 
 def attach(model: Any) -> Callable[[], None] | None:
