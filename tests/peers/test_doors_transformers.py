@@ -272,6 +272,45 @@ def test_a_part_that_is_absent_or_wrong_is_an_error(tmp_path, spoil):
             read(tmp_path)
 
 
+def test_a_given_state_dict_is_what_is_saved(tmp_path):
+    """Averages of the weights, or what FSDP gathered: transformers passes it to no quantizer."""
+    config = CONFIGS["tied"]()
+    model = tt.quantize(built(config), "int8")
+    average = tt.quantize(built(config), "int8")
+    with torch.no_grad():
+        for parameter in average.parameters():
+            parameter.mul_(0.5)
+    plain = tt.dequantize(copy.deepcopy(average))
+    for number, one in enumerate((average, plain, model)):
+        model.save_pretrained(tmp_path / str(number), state_dict=one.state_dict())
+        model.save_pretrained(tmp_path / f"{number} in place", True, one.state_dict())
+        for folder in (str(number), f"{number} in place"):
+            read = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / folder)
+            assert weights_of(read).keys() == weights_of(one).keys()
+            assert torch.equal(logits_of(read), logits_of(one))
+            assert read.lm_head.weight is read.model.embed_tokens.weight
+    model.save_pretrained(tmp_path / "own")
+    assert torch.equal(logits_of(transformers.LlamaForCausalLM.from_pretrained(tmp_path / "own")), logits_of(model))
+
+
+@pytest.mark.parametrize("embedding", ["cpu", "disk"])
+def test_an_offloaded_model_is_saved(tmp_path, embedding):
+    accelerate = pytest.importorskip("accelerate")
+    model = tt.quantize(built(CONFIGS["tied"]()), "int8")
+    wanted, kept = logits_of(model), weights_of(model).keys()
+    tt.save(model, tmp_path / "source")
+    places = dict.fromkeys(["model.embed_tokens", "lm_head"], embedding)
+    places |= {"model.layers": "disk", "model.norm": "disk", "model.rotary_emb": "cpu"}
+    with tt.open(tmp_path / "source") as checkpoint:
+        accelerate.dispatch_model(model, places, state_dict=checkpoint, offload_index={})
+        assert model.model.layers[1].mlp.up_proj.weight.is_meta
+        model.save_pretrained(tmp_path / "saved")
+        assert torch.equal(logits_of(model), wanted)
+    read = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    assert weights_of(read).keys() == kept
+    assert torch.equal(logits_of(read), wanted)
+
+
 def test_a_model_dequantized_since_is_saved_as_if_it_had_never_been_quantized(tmp_path):
     from safetensors import safe_open
 
@@ -353,6 +392,20 @@ def test_a_plain_model_with_the_config_of_a_quantized_one_is_saved_as_plain(tmp_
         read = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name)
         assert weights_of(read).keys() == weights_of(one).keys()
         assert torch.equal(logits_of(read), logits_of(one))
+
+
+def test_a_plain_model_with_the_config_of_a_quantized_folder_is_saved_as_plain(tmp_path):
+    """A config that is read by itself describes the quantization by a mapping."""
+    from torchtether.integrations.transformers import TetherConfig
+
+    auto = transformers.AutoModelForCausalLM
+    built(CONFIGS["untied"]()).save_pretrained(tmp_path / "plain")
+    auto.from_pretrained(tmp_path / "plain", quantization_config=TetherConfig("int8")).save_pretrained(tmp_path)
+    fresh = built(transformers.AutoConfig.from_pretrained(tmp_path))
+    fresh.save_pretrained(tmp_path / "fresh")
+    read = auto.from_pretrained(tmp_path / "fresh")
+    assert not weights_of(read)
+    assert torch.equal(logits_of(read), logits_of(fresh))
 
 
 def test_quantize_that_fails_leaves_no_quantizer(monkeypatch):

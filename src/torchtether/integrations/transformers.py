@@ -13,11 +13,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from functools import wraps
+from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers.core_model_loading import ConversionOps, WeightRenaming
+from transformers.integrations.accelerate import load_offloaded_parameter
 from transformers.modeling_utils import PreTrainedModel
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
@@ -30,6 +32,7 @@ from ..exchange.exchange import add_load_hook, tell_listeners
 from ..files.record import check_parts, part_key, weight_to_json
 from ..formats import native
 from ..schemes import Scheme, resolve, scheme_from_json
+from ..ties.components import shared_components, tie_of
 from ..ties.names import named_tensors
 from ..ties.records import find_ties
 from ..weights.spec import Tie, WeightSpec
@@ -166,6 +169,8 @@ class TetherQuantizer(HfQuantizer):  # type: ignore[misc]
         super().__init__(quantization_config, **kwargs)
         self.chosen: dict[str, Scheme] = {}
         self.specs: dict[str, WeightSpec] = {}
+        self.given: Mapping[str, Tensor] | None = None
+        """The state dict that ``save_pretrained`` was given: transformers does not pass it on to a quantizer."""
         self._own: list[str] = []
         self._conversions: Any = None
 
@@ -247,28 +252,33 @@ class TetherQuantizer(HfQuantizer):  # type: ignore[misc]
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Tensor] | None, dict[str, str]]:
         """Return the state dict with the parts of each Weight in place of it, once per tied group, and no metadata.
 
-        The specs of the Weights go to ``model.config.quantization_config``, which transformers writes afterwards. A
-        model without Weights gives ``None``: transformers then takes its own state dict. So does one with adapters of
-        PEFT, of which only these are saved.
+        The state dict is the given one, else that of ``model``. The specs of the Weights go to
+        ``model.config.quantization_config``, which transformers writes afterwards. A model without Weights gives
+        ``None``: transformers then takes its own state dict. So does one with adapters of PEFT, of which only these are
+        saved.
         """
+        given = None if self.given is None else dict(self.given)
         if getattr(model, "_hf_peft_config_loaded", False):
             from . import peft  # noqa: F401 - its import makes PEFT save Weights as values
 
-            return None, {}
-        aliases = {alias for tie in find_ties(model) for alias in tie.aliases}
+            return given, {}
+        tensors: Mapping[str, Tensor] = model.state_dict() if given is None else given
+        held = {name: _in_memory(model, name, one) for name, one in tensors.items() if isinstance(one, Weight)}
+        ties = [tie_of(component) for component in shared_components(held)]
+        aliases = {alias for tie in ties if tie is not None for alias in tie.aliases}
         state: dict[str, Tensor] = {}
         specs: dict[str, Any] = {}
-        for name, tensor in model.state_dict().items():
-            if not isinstance(tensor, Weight):
+        for name, tensor in tensors.items():
+            if name not in held:
                 state[name] = tensor
             elif name not in aliases:
-                specs[name] = weight_to_json(tensor.spec)
-                state |= {part_key(name, part): one.detach() for part, one in tensor.parts.items()}
+                specs[name] = weight_to_json(held[name].spec)
+                state |= {part_key(name, part): one.detach() for part, one in held[name].parts.items()}
         self.quantization_config.weights = specs
         self._undo_conversions(model, not specs)
-        if not specs:  # the model was dequantized after loading
+        if not specs:  # the model was dequantized after loading, or the given tensors are plain
             model.config.__dict__.pop("quantization_config", None)
-            return None, {}
+            return given, {}
         model.config.quantization_config = self.quantization_config
         return state, {}
 
@@ -285,6 +295,11 @@ class TetherQuantizer(HfQuantizer):  # type: ignore[misc]
 
     def _dequantize(self, model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
         return dequantize(model)
+
+
+def _in_memory(model: Any, name: str, weight: Weight) -> Weight:
+    """Return ``weight``, or, if accelerate has offloaded it, the Weight of its values."""
+    return load_offloaded_parameter(model, name) if weight.is_meta else weight  # type: ignore[return-value]
 
 
 def attach(model: Any) -> Callable[[], None] | None:
@@ -346,8 +361,15 @@ def _as_held(original: Any) -> Any:
     def save_pretrained(model: Any, *args: Any, **kwargs: Any) -> Any:
         if any(isinstance(tensor, Weight) for tensor in named_tensors(model).values()):
             attach(model)
+        quantizer = getattr(model, "hf_quantizer", None)
+        if isinstance(quantizer, TetherQuantizer):
+            quantizer.given = signature(original).bind(model, *args, **kwargs).arguments.get("state_dict")
+            try:
+                return original(model, *args, **kwargs)
+            finally:
+                quantizer.given = None
         config, found = model.config, getattr(model.config, "quantization_config", None)
-        if not isinstance(found, TetherConfig) or getattr(model, "hf_quantizer", None) is not None:
+        if quantizer is not None or not _is_ours(found):
             return original(model, *args, **kwargs)
         del config.quantization_config
         try:
@@ -356,6 +378,11 @@ def _as_held(original: Any) -> Any:
             config.quantization_config = found
 
     return save_pretrained
+
+
+def _is_ours(config: Any) -> bool:
+    """Return whether ``config`` is ours; it is a mapping if a model's config was read from a folder by itself."""
+    return isinstance(config, TetherConfig) or (isinstance(config, Mapping) and config.get("quant_method") == METHOD)
 
 
 if not hasattr(PreTrainedModel._get_resized_lm_head, "__wrapped__"):
