@@ -78,7 +78,7 @@ def test_linear_layers_alone(tmp_path, format, name, tied):
         (
             "bitsandbytes",
             {"*embed_tokens*": "nf4", "*_proj.weight": "nf4"},
-            "transformers reads no quantized embeddings of bitsandbytes",
+            "transformers reads no other quantized weights of bitsandbytes",
         ),
         (
             "compressed-tensors",
@@ -175,13 +175,48 @@ def test_a_tied_head_that_the_source_does_not_mention_stays_plain(tmp_path, fami
     torch.testing.assert_close(logits_of(again), logits_of(ours), rtol=0.01, atol=0.01)
 
 
+def gpt2():
+    """Its layers are Conv1D: linear, but transposed, and no nn.Linear."""
+    sizes = {"n_layer": 2, "n_embd": 64, "n_head": 2, "n_positions": 64, "vocab_size": 96}
+    return built(transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
+
+
+@pytest.mark.parametrize("by", ["save", "command line"])
+@pytest.mark.parametrize("name", SCHEMES["compressed-tensors"])
+def test_conv1d_is_decoded_by_compressed_tensors(tmp_path, name, by):
+    scheme = SCHEMES["compressed-tensors"][name]
+    model = tt.quantize(gpt2(), {"*.c_*.weight": scheme})
+    if by == "save":
+        tt.save(model, tmp_path / "made", format="compressed-tensors")
+    else:
+        tt.save(model, tmp_path / "native")
+        arguments = ["convert", str(tmp_path / "native"), str(tmp_path / "made"), "--format", "compressed-tensors"]
+        assert main(arguments) == 0
+    check_same(model, tmp_path / "made")
+
+
+@pytest.mark.parametrize("by", ["save", "command line"])
+@pytest.mark.parametrize("scheme", ["nf4", INT8_OF_BITSANDBYTES])
+def test_conv1d_is_refused_by_bitsandbytes(tmp_path, capsys, scheme, by):
+    model = tt.quantize(gpt2(), {"*.c_*.weight": scheme})
+    words = "c_attn.weight: its module is not nn.Linear (but an embedding or Conv1D, for example)"
+    if by == "save":
+        with pytest.raises(tt.SchemeError, match=re.escape(words)):
+            tt.save(model, tmp_path / "made", format="bitsandbytes")
+    else:
+        tt.save(model, tmp_path / "native")
+        assert main(["convert", str(tmp_path / "native"), str(tmp_path / "made"), "--format", "bitsandbytes"]) == 1
+        assert words in capsys.readouterr().err
+    assert not (tmp_path / "made").exists()
+
+
 def test_convert_refuses_what_nobody_could_read_and_reads_what_it_writes(tmp_path, capsys):
     model = tt.quantize(llama(True), {"*embed_tokens*": "nf4", "*_proj.weight": "nf4"})
     tt.save(model, tmp_path / "native")
     arguments = ["convert", str(tmp_path / "native"), str(tmp_path / "made"), "--format", "bitsandbytes"]
     assert main(arguments) == 1
     error = capsys.readouterr().err
-    assert "transformers reads no quantized embeddings of bitsandbytes" in error
+    assert "transformers reads no other quantized weights of bitsandbytes" in error
     assert error.count("\n") == 1
     assert not (tmp_path / "made").exists()
     assert main([*arguments, "--dequantize", "*embed*"]) == 0

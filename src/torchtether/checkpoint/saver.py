@@ -71,7 +71,7 @@ def save(
             has a dtype that the format lacks, two keys collide, the system cannot write, or another save does not end.
         TieError: tie records of Weights in a state dict tie names with different values; or ``format`` cannot record a
             view.
-        SchemeError: ``format`` cannot store the scheme of a Weight, or its readers cannot load a quantized embedding.
+        SchemeError: ``format`` cannot store the scheme of a Weight, or its readers load only those of ``nn.Linear``.
 
     >>> import torch, torchtether as tt, tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -112,10 +112,10 @@ def plan_groups(
         named = {name: alone[id(tensor)] for name, tensor in named.items()}
     groups = _groups(named, format, copy=aliases == "copy")
     found = model.named_modules(remove_duplicate=False) if isinstance(model, nn.Module) else ()
-    embeddings = {f"{path}.weight" if path else "weight" for path, one in found if isinstance(one, nn.Embedding)}
+    others = {f"{path}.weight" if path else "weight" for path, one in found if not isinstance(one, nn.Linear)}
     for group in groups:
         names = {*group.weights, *(name for tie in group.ties for name in tie.names)}
-        group.is_embedding = not embeddings.isdisjoint(names)
+        group.is_linear = others.isdisjoint(names)
     return groups
 
 

@@ -125,3 +125,9 @@ def is_embedding(name: str) -> bool:
     module, _, leaf = name.rpartition(".")
     module = module.rpartition(".")[2]
     return leaf == "weight" and ("emb" in module.lower() or module in _EMBEDDINGS)
+
+
+def is_conv1d(entries: Mapping[str, Entry], name: str) -> bool:
+    """Return whether ``name`` is a weight of transformers' ``Conv1D``: transposed, with a bias for each column."""
+    shape, bias = entries[name].shape, entries.get(f"{name.removesuffix('weight')}bias")
+    return bias is not None and len(shape) == 2 and (*shape[:1],) != bias.shape == (*shape[1:],)

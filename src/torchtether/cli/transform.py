@@ -23,13 +23,13 @@ from ..checkpoint.writer import ShardGroup, check_target, plan_files, write_grou
 from ..conversion.sizing import QuantizePlan
 from ..errors import CheckpointError, SchemeError
 from ..files import HIDDEN, PAIRS, SUFFIX, CarriedOver, Pairs, carry_over, is_folder, local_path, new_folder
-from ..formats import AboutEmbeddings, Contained, Entry, Variant, Writable, writable
+from ..formats import Contained, Entry, ForLinear, Variant, Writable, writable
 from ..geometry.views import View, contiguous_stride
 from ..progress import Progress
 from ..schemes import Plain, Scheme, resolve, scheme_to_text
 from ..weights.spec import Tie, WeightSpec
 from ..weights.weight import Weight
-from .choosing import choose, is_embedding, weights_matched
+from .choosing import choose, is_conv1d, is_embedding, weights_matched
 from .sizing import TO_PLAN, plan_for
 
 Kind = tuple[str, str]
@@ -94,7 +94,7 @@ def quantize_checkpoint(
         return made if made is None or fit is None else _fitted(made, fit)
 
     default, asked = resolved(scheme), {glob: resolved(one) for glob, one in (rules or {}).items()}
-    holds_embeddings = not isinstance(written, AboutEmbeddings) or written.holds_embeddings
+    holds_embeddings = not isinstance(written, ForLinear) or written.holds_embeddings
 
     def groups_of(checkpoint: Checkpoint) -> list[_Streamed]:
         ties = ties_of(checkpoint)
@@ -311,7 +311,8 @@ class _Streamed(ShardGroup):
         if scheme is not None:
             spec = None if scheme.transparent else WeightSpec.of(entry.shape, entry.dtype, scheme)
         spec = None if spec is None else spec.replace(dtype=dtype, tie=None)
-        group.is_embedding = any(map(is_embedding, tie.names if tie else (name,)))
+        embeddings = filter(is_embedding, tie.names if tie else (name,))
+        group.is_linear = not any(embeddings) and not is_conv1d(checkpoint.entries, name)
         group.kinds = _kind(entry.spec, entry.dtype), _kind(spec, dtype)
         group._add(name, entry.shape, dtype, spec)
         if spec is None and entry.stride != contiguous_stride(entry.shape) and 0 not in entry.shape:

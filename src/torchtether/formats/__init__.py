@@ -13,11 +13,11 @@ from ..geometry.views import Shape, contiguous_stride
 from . import native
 from .entry import (
     NOTHING,
-    AboutEmbeddings,
     Contained,
     Contents,
     Entry,
     Fitting,
+    ForLinear,
     Format,
     Found,
     Indexed,
@@ -156,7 +156,7 @@ __all__ = [
     "FORMATS",
     "PLAIN",
     "WRITABLE",
-    "AboutEmbeddings",
+    "ForLinear",
     "ByRows",
     "Contained",
     "Contents",

@@ -164,17 +164,16 @@ def _decoded(announced: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[st
     return {"config.json": {"quantization_config": config}}
 
 
-def announce_embeddings(
-    announced: Mapping[str, Mapping[str, Any]], names: Sequence[str]
-) -> dict[str, Mapping[str, Any]]:
-    """Return ``announced`` with ``dequantize``, because transformers builds no quantized embedding.
+def announce_others(announced: Mapping[str, Mapping[str, Any]], names: Sequence[str]) -> dict[str, Mapping[str, Any]]:
+    """Return ``announced`` with ``dequantize``, because transformers builds quantized modules for ``nn.Linear`` alone.
 
     Raise SchemeError if there are several config groups: transformers decodes at load only if there is one.
     """
     if len(announced["config.json"]["quantization_config"]["config_groups"]) > 1:
         _refuse(
             names[0],
-            "with a quantized embedding is read by transformers only if all weights are quantized in the same way",
+            "in a module that is not nn.Linear (but an embedding or Conv1D, for example) is read by transformers "
+            "only if all weights are quantized in the same way",
             f"Decode it with tt.quantize(model, {{{names[0]!r}: tt.Plain()}}), or save as 'native'.",
         )
     return _decoded(announced)
