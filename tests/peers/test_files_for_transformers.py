@@ -210,6 +210,23 @@ def test_conv1d_is_refused_by_bitsandbytes(tmp_path, capsys, scheme, by):
     assert not (tmp_path / "made").exists()
 
 
+@pytest.mark.parametrize(
+    ("format", "options"), [("compressed-tensors", []), ("bitsandbytes", ["--exclude", "*experts*"])]
+)
+def test_routers_of_many_experts_are_read(tmp_path, format, options):
+    sizes = {"head_dim": 32, "num_experts": 64, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    source = built(transformers.Qwen3MoeConfig(**(SMALL | sizes)))
+    source.save_pretrained(tmp_path / "source")
+    scheme = "fp8" if format == "compressed-tensors" else "nf4"
+    arguments = ["quantize", str(tmp_path / "source"), str(tmp_path / "made"), "--scheme", scheme, "--format", format]
+    assert main([*arguments, *options]) == 0
+    ours = built(source.config)
+    tt.load(ours, tmp_path / "made")
+    again, info = read_back(ours, tmp_path / "made")
+    assert not any(info.values()), info
+    torch.testing.assert_close(logits_of(again), logits_of(ours))
+
+
 def test_convert_refuses_what_nobody_could_read_and_reads_what_it_writes(tmp_path, capsys):
     model = tt.quantize(llama(True), {"*embed_tokens*": "nf4", "*_proj.weight": "nf4"})
     tt.save(model, tmp_path / "native")

@@ -29,7 +29,7 @@ from ..progress import Progress
 from ..schemes import Plain, Scheme, resolve, scheme_to_text
 from ..weights.spec import Tie, WeightSpec
 from ..weights.weight import Weight
-from .choosing import choose, is_conv1d, is_embedding, weights_matched
+from .choosing import choose, is_linear, weights_matched
 from .sizing import TO_PLAN, plan_for
 
 Kind = tuple[str, str]
@@ -71,7 +71,8 @@ def quantize_checkpoint(
     Without the model's code, names and shapes determine which tensors are weights of linear layers. By default these
     are the 2-D float tensors called ``*.weight`` with both sides of at least ``SMALLEST``. Heads are among them.
     Embeddings (a module called ``*emb*``, ``wte``, ``wpe`` or ``shared``) are not, unless one is tied to a name that is
-    no embedding's. A glob that matches any name of a tied group selects the group, which is quantized once.
+    no embedding's, nor are routers of experts (below a module called ``gate`` or ``router``). A glob that matches any
+    name of a tied group selects the group, which is quantized once.
 
     - ``rules`` give tensors another scheme, or ``None`` to leave them. They take precedence, and the first match wins.
       With a ``scheme`` of ``None`` only they select tensors.
@@ -311,8 +312,7 @@ class _Streamed(ShardGroup):
         if scheme is not None:
             spec = None if scheme.transparent else WeightSpec.of(entry.shape, entry.dtype, scheme)
         spec = None if spec is None else spec.replace(dtype=dtype, tie=None)
-        embeddings = filter(is_embedding, tie.names if tie else (name,))
-        group.is_linear = not any(embeddings) and not is_conv1d(checkpoint.entries, name)
+        group.is_linear = is_linear(checkpoint.entries, name, tie.names if tie else (name,))
         group.kinds = _kind(entry.spec, entry.dtype), _kind(spec, dtype)
         group._add(name, entry.shape, dtype, spec)
         if spec is None and entry.stride != contiguous_stride(entry.shape) and 0 not in entry.shape:
