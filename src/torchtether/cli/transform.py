@@ -30,25 +30,8 @@ from ..schemes import Plain, Scheme, resolve, scheme_to_text
 from ..weights.spec import Tie, WeightSpec
 from ..weights.weight import Weight
 from .choosing import choose, is_linear, weights_matched
+from .made import Kind, TransformReport
 from .sizing import TO_PLAN, plan_for
-
-Kind = tuple[str, str]
-"""The name of a scheme, empty for a plain tensor, and the dtype of the values."""
-
-
-@dataclass(frozen=True)
-class TransformReport:
-    """Report of a written checkpoint: its tensors, which of them changed, and the bytes before and after."""
-
-    tensors: int
-    changed: tuple[str, ...]
-    bytes_before: int
-    bytes_after: int
-    kinds: Mapping[tuple[Kind, Kind], int]
-    """The number of stored tensors, by their kind before and their kind now."""
-    formats: tuple[str, str]
-    """The format of the source, and that of the target."""
-    carried: CarriedOver
 
 
 def quantize_checkpoint(
@@ -147,8 +130,8 @@ def convert_checkpoint(
     """Write ``source`` to ``target`` in another ``format`` or dtype, in other shards, or with stored aliases.
 
     Ties, strides and schemes are kept. For a quantized weight, ``dtype`` is the compute dtype, and its codes stay.
-    Names that other writers only note as ``alias: owner`` in the metadata become ties. One tensor is in memory at a
-    time.
+    Names that other writers only note as ``alias: owner`` in the metadata become ties. Biases of zeros that GPTQ stores
+    even for modules without a bias are left out. One tensor is in memory at a time.
 
     - A weight that ``format`` cannot express is an error. With ``requantize`` it is decoded and encoded in that scheme
       instead: its values change, and the report names it.
@@ -225,6 +208,7 @@ def _transform(
     with Checkpoint(source) as checkpoint:
         for name, what in checkpoint.faults.items():
             raise CheckpointError(what, name=f"{source}: {name}")
+        padding = _without_padding(checkpoint)
         groups = groups_of(checkpoint)
         carried = CarriedOver()
         for alias in checkpoint.copies:
@@ -247,7 +231,16 @@ def _transform(
             Counter(group.kinds for group in groups),
             (checkpoint.format, format.name),
             carried,
+            padding,
         )
+
+
+def _without_padding(checkpoint: Checkpoint) -> tuple[str, ...]:
+    """Remove the zeros that its format adds to a model from the entries of ``checkpoint``; return their names."""
+    names = tuple(name for name in checkpoint.entries if checkpoint.is_padding(name))
+    for name in names:
+        del checkpoint.entries[name]
+    return names
 
 
 def _read_files(checkpoint: Checkpoint) -> frozenset[str]:
