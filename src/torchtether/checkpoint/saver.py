@@ -61,7 +61,8 @@ def save(
     Equal tensors give equal bytes. Each file is written beside its target and renamed when all are written. If the
     process dies, the old or the new checkpoint is there; if it dies between the renames of several files, the folder is
     marked as torn, and reading it is an error until the next save. Two saves to one folder take turns at the renames; a
-    save that waits for more than a minute raises. A file without write permission is not replaced.
+    save that waits for more than a minute raises. A file without write permission is not replaced. A save to a folder
+    removes the shards of an older one, and files that say only how that was quantized, such as ``quant_config.json``.
 
     If you pass a mapping, pass ``model.state_dict(keep_vars=True)`` rather than ``state_dict()``.
     A scheme that changes no value (``Plain``) is not recorded: its tensor is stored unchanged.

@@ -144,7 +144,7 @@ def with_quantization(config: Mapping[str, Any], written: Mapping[str, Any]) -> 
     """
     kept: dict[str, Any] = {}
     for key, value in config.items():
-        if key in ("quantization_config", "quantization", "_quanto_qmap"):
+        if key in ("quantization_config", "compression_config", "quantization", "_quanto_qmap"):
             continue
         kept[key] = (
             with_quantization(value, {}) if key in ("text_config", "llm_config") and isinstance(value, dict) else value
