@@ -227,6 +227,33 @@ def test_routers_of_many_experts_are_read(tmp_path, format, options):
     torch.testing.assert_close(logits_of(again), logits_of(ours))
 
 
+@pytest.mark.parametrize("scheme", ["int8", "fp8", "nf4"])
+def test_what_stays_plain_is_read_where_transformers_changes_names(tmp_path, scheme):
+    """Files of LLaVA say ``vision_tower`` and ``language_model.lm_head``: ``model.vision_tower`` and ``lm_head``."""
+    vision = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.LlavaConfig(
+        text_config=transformers.LlamaConfig(**SMALL, tie_word_embeddings=False),
+        vision_config=transformers.CLIPVisionConfig(**vision, image_size=28, patch_size=14),
+        tie_word_embeddings=False,
+    )
+    format = "bitsandbytes" if scheme == "nf4" else "compressed-tensors"
+    torch.manual_seed(0)
+    transformers.LlavaForConditionalGeneration(config).save_pretrained(tmp_path / "source")
+    arguments = ["quantize", str(tmp_path / "source"), str(tmp_path / "made"), "--scheme", scheme, "--format", format]
+    assert main([*arguments, "--exclude", "*vision*", "--exclude", "*lm_head*"]) == 0
+    again, info = transformers.LlavaForConditionalGeneration.from_pretrained(
+        tmp_path / "made", dtype=torch.float32, output_loading_info=True
+    )
+    assert not any(info.values()), info
+    ours = transformers.LlavaForConditionalGeneration(config).eval()
+    tt.load(ours, tmp_path / "made")
+    torch.testing.assert_close(logits_of(again), logits_of(ours))
+    plain = {name: p for name, p in ours.named_parameters() if "vision" in name or "lm_head" in name}
+    assert len(plain) > 8
+    for name, parameter in plain.items():
+        assert torch.equal(again.get_parameter(name), parameter)
+
+
 def test_convert_refuses_what_nobody_could_read_and_reads_what_it_writes(tmp_path, capsys):
     model = tt.quantize(llama(True), {"*embed_tokens*": "nf4", "*_proj.weight": "nf4"})
     tt.save(model, tmp_path / "native")

@@ -35,7 +35,7 @@ from ..schemes.tables import DYNAMIC, FP4, NF4
 from ..weights.spec import WeightSpec
 from ..weights.weight import Weight
 from .entry import Contents, Entry, Evidence, Found, Wanted, check_dtype, expect, refuse_other, spec_of
-from .heads import absent_heads
+from .heads import plain_heads
 from .rows import Along, all_along
 
 name = "bitsandbytes"
@@ -297,7 +297,7 @@ def announce(specs: Mapping[str, WeightSpec], plain: Iterable[str]) -> dict[str,
     compute = next(iter(specs.values())).dtype if specs else torch.float32
     modules = {key.removesuffix(".weight") for key in plain if key.endswith(".weight")}
     quantized = {name.removesuffix(".weight") for name in specs}
-    modules.update(absent_heads(modules | quantized))
+    modules.update(plain_heads(quantized))
     config: dict[str, Any] = {
         "quant_method": "bitsandbytes",
         "load_in_4bit": bool(books),
