@@ -47,9 +47,10 @@ def save(
     ``path``            ``name.safetensors``, or a folder, which gets ``model.safetensors``; ``name.gguf`` for GGUF
     ``format``          ``"native"`` stores a quantized weight ``n`` as plain tensors, ``n.qdata`` and so on. Others
                         store quantized weights as another package does: ``"compressed-tensors"``, ``"bitsandbytes"``
-                        and ``"sinq"`` describe them in the ``config.json`` of the folder, and keep its other entries;
-                        ``"comfy"``, for ComfyUI, describes them in the tensor file. Only this package reads the ties of
-                        whole tensors (other readers take them from their config); views are an error
+                        and ``"sinq"`` describe them in the ``config.json`` of the folder, and keep its other entries
+                        (so write the model's own config before); ``"comfy"``, for ComfyUI, describes them in the tensor
+                        file. Only this package reads the ties of whole tensors (other readers take them from their
+                        config); views are an error
     ``aliases``         ``"drop"`` stores tied tensors once, and records the other names; ``"copy"`` stores all names,
                         for readers that need every key. This package reads both as one tensor
     ``masters``         ``"keep"`` stores the float masters of ``Mastered`` Weights, ``"drop"`` only their codes
