@@ -652,7 +652,7 @@ def test_an_embedding_that_the_format_does_not_hold_is_refused_or_decoded(tmp_pa
     for command in ([*quantize, "--include", "*"], convert):
         assert main(command) == 1
         error = capsys.readouterr().err
-        assert "emb.weight: it is the weight of an embedding" in error
+        assert "emb.weight: its module is not nn.Linear (but an embedding" in error
         assert error.count("\n") == 1
         assert not (tmp_path / "made").exists()
     assert main([*convert, "--dequantize", "head.*"]) == 0
@@ -662,3 +662,20 @@ def test_an_embedding_that_the_format_does_not_hold_is_refused_or_decoded(tmp_pa
         assert made["head.weight"].data_ptr() == made["emb.weight"].data_ptr()
     assert main([*convert, "--dequantize", "fc.*"]) == 1
     assert "fc.*: this glob matches no quantized tensor" in capsys.readouterr().err
+
+
+def test_routers_of_experts_stay_plain_by_default(tmp_path):
+    names = ["mlp.gate.weight", "ffn.router.layer.weight", "mlp.gate_proj.weight", "mlp.experts.0.up_proj.weight"]
+    tt.save({name: torch.randn(64, 64) for name in names}, tmp_path / "source")
+    assert main(["quantize", str(tmp_path / "source"), str(tmp_path / "made"), "--scheme", "int8"]) == 0
+    assert schemes_in(tmp_path / "made") == dict.fromkeys(names[2:], tt.int8())
+
+
+def test_the_bias_of_conv1d_tells_that_it_is_no_linear_layer(tmp_path, capsys):
+    tensors = {"c_attn.weight": torch.randn(64, 192), "c_attn.bias": torch.randn(192), "fc.weight": torch.randn(64, 64)}
+    tt.save(tensors, tmp_path / "source")
+    quantize = ["quantize", str(tmp_path / "source")]
+    assert main([*quantize, str(tmp_path / "int8"), "--scheme", "int8", "--format", "compressed-tensors"]) == 0
+    assert json.loads((tmp_path / "int8/config.json").read_text())["quantization_config"]["dequantize"] is True
+    assert main([*quantize, str(tmp_path / "nf4"), "--scheme", "nf4", "--format", "bitsandbytes"]) == 1
+    assert "c_attn.weight: its module is not nn.Linear" in capsys.readouterr().err

@@ -17,6 +17,7 @@ from tests.interrupts import count_steps, interrupted
 from torchtether.cli.main import main
 from torchtether.files import folder as folder_module
 from torchtether.files import locks, store
+from torchtether.files.opening import SETTINGS
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are forked")
 
@@ -47,6 +48,7 @@ def options(value, scheme=None, **more):
 
 KINDS = {
     "plain": lambda value: options(value),
+    "plain with settings": lambda value: options(value),
     "plain shards": lambda value: options(value, **_MORE),
     "more plain shards": lambda value: options(value, **_MANY),
     "compressed-tensors": lambda value: options(value, "int8", format="compressed-tensors"),
@@ -57,6 +59,7 @@ CHANGES = [
     ("plain", "plain shards"),
     ("plain shards", "plain shards"),
     ("plain", "compressed-tensors"),
+    ("plain with settings", "plain"),
     (None, "plain shards"),
     *(
         pytest.param(old, new, marks=pytest.mark.slow)
@@ -91,6 +94,8 @@ def _prepare(folder, kind):
     if kind is not None:
         model, more = KINDS[kind](1)
         tt.save(model, folder, **more)
+    if kind == "plain with settings":
+        (folder / SETTINGS[0]).write_text("{}")
 
 
 def values(path):
@@ -168,6 +173,7 @@ def test_a_save_that_dies_leaves_the_old_the_new_or_says_that_it_is_torn(tmp_pat
             assert main(["verify", str(folder)]) == 1
         elif found == after:
             assert (folder / "config.json").read_text() == said
+            assert not (folder / SETTINGS[0]).exists()
         if not is_dead:
             break
         tt.save(model, folder, **more)

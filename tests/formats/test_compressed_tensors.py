@@ -316,9 +316,11 @@ def test_one_way_is_one_group_and_names_what_is_left_out():
     specs["lm_head.weight"] = spec(tt.int4(32))
     told = compressed_tensors.announce(specs, ["block.proj_out.weight"])["config.json"]["quantization_config"]
     assert told["config_groups"]["group_0"]["targets"] == ["Linear", "lm_head"]
-    name, heads = told["ignore"]
+    name, trees, heads = told["ignore"]
     assert name == "block.proj_out"
-    assert not any(re.match(heads.removeprefix("re:"), head) for head in ("lm_head", "proj_out"))
+    assert not re.match(heads.removeprefix("re:"), "lm_head")
+    assert all(re.match(trees.removeprefix("re:"), one) for one in (name, f"model.{name}", "block.0.up"))
+    assert not any(re.match(trees.removeprefix("re:"), one) for one in ("my_block.up", "block", "model.layers.0.up"))
     assert compressed_tensors.announce({}, ["a.weight"]) == {}
 
 

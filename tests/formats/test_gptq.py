@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 import torchtether as tt
 from tests.formats.linears import drawn, fault, gptq, less_one, opened, values, words, write
+from torchtether.cli.main import main
 
 WIDTHS = (2, 3, 4, 5, 6, 7, 8)
 SAID = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": False, "desc_act": False}
@@ -189,6 +190,23 @@ def test_zeros_that_autogptq_stores_as_biases_are_no_tensors_of_a_model_without_
                 continue
             assert tt.load(model, path).unexpected_keys == ()
             assert not has_bias or torch.equal(model["m"].bias, bias)
+
+
+@pytest.mark.parametrize("format", ["native", "compressed-tensors"])
+def test_convert_leaves_out_zeros_that_autogptq_stores_as_biases(tmp_path, capsys, format):
+    drawing, zeros, ones = drawn(64, 256, 2), torch.zeros(64).half(), torch.ones(64).half()
+    tensors = {**gptq(*drawing, name="a"), "a.bias": zeros, **gptq(*drawing, name="b"), "b.bias": ones}
+    path, made = write(tmp_path, tensors | {"norm.bias": zeros}, SAID), tmp_path / "made"
+    assert main(["convert", str(path), str(made), "--format", format]) == 0
+    assert "left out, zeros that gptq adds to a model: a.bias\n" in capsys.readouterr().out
+    assert main(["verify", str(made), "--against", str(path)]) == 0
+    with tt.open(made) as checkpoint:
+        assert set(checkpoint) == {"a.weight", "b.weight", "b.bias", "norm.bias"}
+    with tt.on_meta():
+        model = torch.nn.ModuleDict({"a": torch.nn.Linear(256, 64, bias=False), "b": torch.nn.Linear(256, 64)})
+        model["norm"] = torch.nn.LayerNorm(64)
+        model["norm"].weight = None
+    assert tt.load(model, made).unexpected_keys == ()
 
 
 def test_a_module_without_a_name(tmp_path):

@@ -12,6 +12,7 @@ import torchtether as tt
 from tests.formats.files import random, write
 from torchtether.cli.main import main
 from torchtether.files import KEY
+from torchtether.files.opening import SETTINGS, SINQ_SETTINGS
 from torchtether.formats import WRITABLE, bitsandbytes, native, writable
 from torchtether.schemes import scheme_from_text
 
@@ -64,6 +65,22 @@ def test_bitsandbytes_by_save(tmp_path):
         if isinstance(parameter, tt.Weight):
             parameter, again = parameter.dequantize(), again.dequantize()
         assert torch.equal(parameter, again)
+
+
+@pytest.mark.parametrize(("format", "scheme"), [("native", "int8"), ("compressed-tensors", "int8"), ("sinq", "sinq")])
+def test_settings_of_an_older_checkpoint_do_not_survive_a_save(tmp_path, format, scheme):
+    old = {"quant_method": "compressed-tensors", "config_groups": {}}
+    write(tmp_path, {}, old, config={"model_type": "mine", "compression_config": old})
+    for name in SETTINGS:
+        (tmp_path / name).write_text(json.dumps({"quantization": {"quant_algo": "NVFP4"}}))
+    tt.save(nn.Sequential(nn.Linear(64, 64)), tmp_path / "model.safetensors")
+    assert {*SETTINGS} <= {path.name for path in tmp_path.iterdir()}  # a save of one file leaves the others
+    tt.save(tt.quantize(nn.Sequential(nn.Linear(64, 64)), scheme), tmp_path, format=format)
+    assert {*SETTINGS} & {path.name for path in tmp_path.iterdir()} == ({SINQ_SETTINGS} if format == "sinq" else set())
+    assert "compression_config" not in _config(tmp_path)
+    with tt.open(tmp_path) as checkpoint:
+        assert checkpoint.format == format
+        assert not checkpoint.faults
 
 
 @pytest.mark.parametrize("aliases", ["drop", "copy"])
@@ -281,7 +298,7 @@ def test_a_model_whose_config_names_no_dtype_runs_as_it_was_saved(tmp_path, form
         ("comfy", "fp8(granularity=tensor)"),
         ("bitsandbytes", "nf4"),
         ("bitsandbytes", bitsandbytes.INT8),
-        ("sinq", "sinq(8)"),
+        ("sinq", "sinq"),
         ("gguf", MID["gguf"]),
     ],
 )

@@ -78,7 +78,7 @@ def test_linear_layers_alone(tmp_path, format, name, tied):
         (
             "bitsandbytes",
             {"*embed_tokens*": "nf4", "*_proj.weight": "nf4"},
-            "transformers reads no quantized embeddings of bitsandbytes",
+            "transformers reads no other quantized weights of bitsandbytes",
         ),
         (
             "compressed-tensors",
@@ -175,13 +175,92 @@ def test_a_tied_head_that_the_source_does_not_mention_stays_plain(tmp_path, fami
     torch.testing.assert_close(logits_of(again), logits_of(ours), rtol=0.01, atol=0.01)
 
 
+def gpt2():
+    """Its layers are Conv1D: linear, but transposed, and no nn.Linear."""
+    sizes = {"n_layer": 2, "n_embd": 64, "n_head": 2, "n_positions": 64, "vocab_size": 96}
+    return built(transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
+
+
+@pytest.mark.parametrize("by", ["save", "command line"])
+@pytest.mark.parametrize("name", SCHEMES["compressed-tensors"])
+def test_conv1d_is_decoded_by_compressed_tensors(tmp_path, name, by):
+    scheme = SCHEMES["compressed-tensors"][name]
+    model = tt.quantize(gpt2(), {"*.c_*.weight": scheme})
+    if by == "save":
+        tt.save(model, tmp_path / "made", format="compressed-tensors")
+    else:
+        tt.save(model, tmp_path / "native")
+        arguments = ["convert", str(tmp_path / "native"), str(tmp_path / "made"), "--format", "compressed-tensors"]
+        assert main(arguments) == 0
+    check_same(model, tmp_path / "made")
+
+
+@pytest.mark.parametrize("by", ["save", "command line"])
+@pytest.mark.parametrize("scheme", ["nf4", INT8_OF_BITSANDBYTES])
+def test_conv1d_is_refused_by_bitsandbytes(tmp_path, capsys, scheme, by):
+    model = tt.quantize(gpt2(), {"*.c_*.weight": scheme})
+    words = "c_attn.weight: its module is not nn.Linear (but an embedding or Conv1D, for example)"
+    if by == "save":
+        with pytest.raises(tt.SchemeError, match=re.escape(words)):
+            tt.save(model, tmp_path / "made", format="bitsandbytes")
+    else:
+        tt.save(model, tmp_path / "native")
+        assert main(["convert", str(tmp_path / "native"), str(tmp_path / "made"), "--format", "bitsandbytes"]) == 1
+        assert words in capsys.readouterr().err
+    assert not (tmp_path / "made").exists()
+
+
+@pytest.mark.parametrize(
+    ("format", "options"), [("compressed-tensors", []), ("bitsandbytes", ["--exclude", "*experts*"])]
+)
+def test_routers_of_many_experts_are_read(tmp_path, format, options):
+    sizes = {"head_dim": 32, "num_experts": 64, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    source = built(transformers.Qwen3MoeConfig(**(SMALL | sizes)))
+    source.save_pretrained(tmp_path / "source")
+    scheme = "fp8" if format == "compressed-tensors" else "nf4"
+    arguments = ["quantize", str(tmp_path / "source"), str(tmp_path / "made"), "--scheme", scheme, "--format", format]
+    assert main([*arguments, *options]) == 0
+    ours = built(source.config)
+    tt.load(ours, tmp_path / "made")
+    again, info = read_back(ours, tmp_path / "made")
+    assert not any(info.values()), info
+    torch.testing.assert_close(logits_of(again), logits_of(ours))
+
+
+@pytest.mark.parametrize("scheme", ["int8", "fp8", "nf4"])
+def test_what_stays_plain_is_read_where_transformers_changes_names(tmp_path, scheme):
+    """Files of LLaVA say ``vision_tower`` and ``language_model.lm_head``: ``model.vision_tower`` and ``lm_head``."""
+    vision = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.LlavaConfig(
+        text_config=transformers.LlamaConfig(**SMALL, tie_word_embeddings=False),
+        vision_config=transformers.CLIPVisionConfig(**vision, image_size=28, patch_size=14),
+        tie_word_embeddings=False,
+    )
+    format = "bitsandbytes" if scheme == "nf4" else "compressed-tensors"
+    torch.manual_seed(0)
+    transformers.LlavaForConditionalGeneration(config).save_pretrained(tmp_path / "source")
+    arguments = ["quantize", str(tmp_path / "source"), str(tmp_path / "made"), "--scheme", scheme, "--format", format]
+    assert main([*arguments, "--exclude", "*vision*", "--exclude", "*lm_head*"]) == 0
+    again, info = transformers.LlavaForConditionalGeneration.from_pretrained(
+        tmp_path / "made", dtype=torch.float32, output_loading_info=True
+    )
+    assert not any(info.values()), info
+    ours = transformers.LlavaForConditionalGeneration(config).eval()
+    tt.load(ours, tmp_path / "made")
+    torch.testing.assert_close(logits_of(again), logits_of(ours))
+    plain = {name: p for name, p in ours.named_parameters() if "vision" in name or "lm_head" in name}
+    assert len(plain) > 8
+    for name, parameter in plain.items():
+        assert torch.equal(again.get_parameter(name), parameter)
+
+
 def test_convert_refuses_what_nobody_could_read_and_reads_what_it_writes(tmp_path, capsys):
     model = tt.quantize(llama(True), {"*embed_tokens*": "nf4", "*_proj.weight": "nf4"})
     tt.save(model, tmp_path / "native")
     arguments = ["convert", str(tmp_path / "native"), str(tmp_path / "made"), "--format", "bitsandbytes"]
     assert main(arguments) == 1
     error = capsys.readouterr().err
-    assert "transformers reads no quantized embeddings of bitsandbytes" in error
+    assert "transformers reads no other quantized weights of bitsandbytes" in error
     assert error.count("\n") == 1
     assert not (tmp_path / "made").exists()
     assert main([*arguments, "--dequantize", "*embed*"]) == 0

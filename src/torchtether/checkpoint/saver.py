@@ -47,9 +47,10 @@ def save(
     ``path``            ``name.safetensors``, or a folder, which gets ``model.safetensors``; ``name.gguf`` for GGUF
     ``format``          ``"native"`` stores a quantized weight ``n`` as plain tensors, ``n.qdata`` and so on. Others
                         store quantized weights as another package does: ``"compressed-tensors"``, ``"bitsandbytes"``
-                        and ``"sinq"`` describe them in the ``config.json`` of the folder, and keep its other entries;
-                        ``"comfy"``, for ComfyUI, describes them in the tensor file. Only this package reads the ties of
-                        whole tensors (other readers take them from their config); views are an error
+                        and ``"sinq"`` describe them in the ``config.json`` of the folder, and keep its other entries
+                        (so write the model's own config before); ``"comfy"``, for ComfyUI, describes them in the tensor
+                        file. Only this package reads the ties of whole tensors (other readers take them from their
+                        config); views are an error
     ``aliases``         ``"drop"`` stores tied tensors once, and records the other names; ``"copy"`` stores all names,
                         for readers that need every key. This package reads both as one tensor
     ``masters``         ``"keep"`` stores the float masters of ``Mastered`` Weights, ``"drop"`` only their codes
@@ -61,7 +62,8 @@ def save(
     Equal tensors give equal bytes. Each file is written beside its target and renamed when all are written. If the
     process dies, the old or the new checkpoint is there; if it dies between the renames of several files, the folder is
     marked as torn, and reading it is an error until the next save. Two saves to one folder take turns at the renames; a
-    save that waits for more than a minute raises. A file without write permission is not replaced.
+    save that waits for more than a minute raises. A file without write permission is not replaced. A save to a folder
+    removes the shards of an older one, and files that say only how that was quantized, such as ``quant_config.json``.
 
     If you pass a mapping, pass ``model.state_dict(keep_vars=True)`` rather than ``state_dict()``.
     A scheme that changes no value (``Plain``) is not recorded: its tensor is stored unchanged.
@@ -71,7 +73,7 @@ def save(
             has a dtype that the format lacks, two keys collide, the system cannot write, or another save does not end.
         TieError: tie records of Weights in a state dict tie names with different values; or ``format`` cannot record a
             view.
-        SchemeError: ``format`` cannot store the scheme of a Weight, or its readers cannot load a quantized embedding.
+        SchemeError: ``format`` cannot store the scheme of a Weight, or its readers load only those of ``nn.Linear``.
 
     >>> import torch, torchtether as tt, tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -112,10 +114,10 @@ def plan_groups(
         named = {name: alone[id(tensor)] for name, tensor in named.items()}
     groups = _groups(named, format, copy=aliases == "copy")
     found = model.named_modules(remove_duplicate=False) if isinstance(model, nn.Module) else ()
-    embeddings = {f"{path}.weight" if path else "weight" for path, one in found if isinstance(one, nn.Embedding)}
+    others = {f"{path}.weight" if path else "weight" for path, one in found if not isinstance(one, nn.Linear)}
     for group in groups:
         names = {*group.weights, *(name for tie in group.ties for name in tie.names)}
-        group.is_embedding = not embeddings.isdisjoint(names)
+        group.is_linear = others.isdisjoint(names)
     return groups
 
 

@@ -36,7 +36,7 @@ from ..files import (
     write_gguf,
     write_made,
 )
-from ..formats import AboutEmbeddings, Contained, Indexed, Writable, native, with_quantization
+from ..formats import Contained, ForLinear, Indexed, Writable, native, with_quantization
 from ..geometry.views import Shape, contiguous_stride
 from ..progress import Progress, Tick, ticking
 from ..weights.spec import Tie, WeightSpec
@@ -59,8 +59,8 @@ class ShardGroup:
     weights: dict[str, WeightSpec] = field(default_factory=dict)
     strides: dict[str, Shape] = field(default_factory=dict)
     copies: set[str] = field(default_factory=set)
-    is_embedding: bool = False
-    """Whether one of the names belongs to an embedding: some readers have no quantized module for it."""
+    is_linear: bool = True
+    """Whether all names belong to ``nn.Linear``: many readers have no quantized module for another."""
 
     @property
     def nbytes(self) -> int:
@@ -222,9 +222,9 @@ def _beside(groups: Sequence[ShardGroup], format: Writable, folder: Path, is_fol
     taken = {key for name, spec in specs.items() for key in format.layout(name, spec)}
     aliases = [name for group in groups for tie in group.ties for name in tie.aliases if tie.owner not in specs]
     said = format.announce(specs, [*(key for group in groups for key in group.layout if key not in taken), *aliases])
-    embeddings = [name for group in groups if group.is_embedding for name in group.weights]
-    if embeddings and isinstance(format, AboutEmbeddings):
-        said = format.announce_embeddings(said, embeddings)
+    others = [name for group in groups if not group.is_linear for name in group.weights]
+    if others and isinstance(format, ForLinear):
+        said = format.announce_others(said, others)
     if not is_folder:
         if said and format is not native:
             raise CheckpointError(

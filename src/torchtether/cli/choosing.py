@@ -19,6 +19,7 @@ SMALLEST = 32
 """The smallest side of a matrix that is quantized by default: smaller ones, such as gates, save little memory."""
 
 _EMBEDDINGS = {"wte", "wpe", "shared"}
+_ROUTERS = {"gate", "router"}
 
 
 def choose(
@@ -47,7 +48,7 @@ def choose(
         scheme = default if named is None else rules.get(named[1], default)
         if scheme is None:
             continue
-        is_left = not holds_embeddings and any(map(is_embedding, names))
+        is_left = not holds_embeddings and any(map(_is_embedding, names))
         if named is None and (include or obstacle or is_left or not _is_linear(names, checkpoint.entries[owner].shape)):
             continue
         if named is not None and obstacle:
@@ -113,15 +114,35 @@ def _is_linear(names: Sequence[str], shape: Sequence[int]) -> bool:
     """
     if len(shape) != 2 or min(shape) < SMALLEST:
         return False
-    return any(name.rpartition(".")[2] == "weight" and not is_embedding(name) for name in names)
+    named = (name for name in names if name.rpartition(".")[2] == "weight")
+    return any(not _is_embedding(name) and not _is_router(name) for name in named)
 
 
-def is_embedding(name: str) -> bool:
+def _is_embedding(name: str) -> bool:
     """Return whether ``name`` looks like the weight of an embedding.
 
-    >>> is_embedding("model.embed_tokens.weight"), is_embedding("transformer.wte.weight"), is_embedding("head.weight")
+    >>> _is_embedding("embed_tokens.weight"), _is_embedding("transformer.wte.weight"), _is_embedding("head.weight")
     (True, True, False)
     """
     module, _, leaf = name.rpartition(".")
     module = module.rpartition(".")[2]
     return leaf == "weight" and ("emb" in module.lower() or module in _EMBEDDINGS)
+
+
+def _is_router(name: str) -> bool:
+    """Return whether ``name`` looks like a weight that chooses experts: transformers has no quantized module for it.
+
+    >>> _is_router("layers.0.mlp.gate.weight"), _is_router("layers.0.mlp.gate_proj.weight")
+    (True, False)
+    """
+    return not _ROUTERS.isdisjoint(name.split(".")[:-1])
+
+
+def is_linear(entries: Mapping[str, Entry], owner: str, names: Iterable[str]) -> bool:
+    """Return whether ``owner``, tied under ``names``, looks like the weight of ``nn.Linear`` under all of them.
+
+    A bias for each column tells the weight of transformers' ``Conv1D``, which is transposed.
+    """
+    shape, bias = entries[owner].shape, entries.get(f"{owner.removesuffix('weight')}bias")
+    is_conv1d = bias is not None and len(shape) == 2 and (*shape[:1],) != bias.shape == (*shape[1:],)
+    return not is_conv1d and not any(_is_embedding(name) or _is_router(name) for name in names)

@@ -1,17 +1,38 @@
-"""Print the results of ``quantize`` and ``convert``: the changes of tensors by kind, and the other files."""
+"""Reports of ``quantize`` and ``convert``: the changes of tensors by kind, and the other files."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from .._checks import describe_some
 from ..conversion.sizing import QuantizePlan
+from ..files import CarriedOver
 from ..pictures.drawing import clean, describe_bytes
-from .transform import Kind, TransformReport
+
+Kind = tuple[str, str]
+"""The name of a scheme, empty for a plain tensor, and the dtype of the values."""
 
 _SHOWN = 8
 """The largest number of files of one kind that are named."""
+
+
+@dataclass(frozen=True)
+class TransformReport:
+    """Report of a written checkpoint: its tensors, which of them changed, and the bytes before and after."""
+
+    tensors: int
+    changed: tuple[str, ...]
+    bytes_before: int
+    bytes_after: int
+    kinds: Mapping[tuple[Kind, Kind], int]
+    """The number of stored tensors, by their kind before and their kind now."""
+    formats: tuple[str, str]
+    """The format of the source, and that of the target."""
+    carried: CarriedOver
+    padding: tuple[str, ...]
+    """The names of tensors that were left out: zeros that the format of the source adds to those of a model."""
 
 
 def print_made(target: Path | str, report: TransformReport, *, is_quantized: bool = False) -> None:
@@ -23,6 +44,8 @@ def print_made(target: Path | str, report: TransformReport, *, is_quantized: boo
     print(f"{target}: {count}, {before} -> {after}, format {report.formats[1]}")
     for (old, new), many in sorted(report.kinds.items(), key=lambda one: (-one[1], one[0])):
         print(f"  {many} {_describe_change(old, new, report.formats)}")
+    if report.padding:
+        print(f"  left out, zeros that {report.formats[0]} adds to a model: {_names(report.padding)}")
     carried = report.carried
     if carried.files:
         print(f"  copied: {len(carried.files)} other files")

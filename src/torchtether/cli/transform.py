@@ -23,32 +23,15 @@ from ..checkpoint.writer import ShardGroup, check_target, plan_files, write_grou
 from ..conversion.sizing import QuantizePlan
 from ..errors import CheckpointError, SchemeError
 from ..files import HIDDEN, PAIRS, SUFFIX, CarriedOver, Pairs, carry_over, is_folder, local_path, new_folder
-from ..formats import AboutEmbeddings, Contained, Entry, Variant, Writable, writable
+from ..formats import Contained, Entry, ForLinear, Variant, Writable, writable
 from ..geometry.views import View, contiguous_stride
 from ..progress import Progress
 from ..schemes import Plain, Scheme, resolve, scheme_to_text
 from ..weights.spec import Tie, WeightSpec
 from ..weights.weight import Weight
-from .choosing import choose, is_embedding, weights_matched
+from .choosing import choose, is_linear, weights_matched
+from .made import Kind, TransformReport
 from .sizing import TO_PLAN, plan_for
-
-Kind = tuple[str, str]
-"""The name of a scheme, empty for a plain tensor, and the dtype of the values."""
-
-
-@dataclass(frozen=True)
-class TransformReport:
-    """Report of a written checkpoint: its tensors, which of them changed, and the bytes before and after."""
-
-    tensors: int
-    changed: tuple[str, ...]
-    bytes_before: int
-    bytes_after: int
-    kinds: Mapping[tuple[Kind, Kind], int]
-    """The number of stored tensors, by their kind before and their kind now."""
-    formats: tuple[str, str]
-    """The format of the source, and that of the target."""
-    carried: CarriedOver
 
 
 def quantize_checkpoint(
@@ -71,7 +54,8 @@ def quantize_checkpoint(
     Without the model's code, names and shapes determine which tensors are weights of linear layers. By default these
     are the 2-D float tensors called ``*.weight`` with both sides of at least ``SMALLEST``. Heads are among them.
     Embeddings (a module called ``*emb*``, ``wte``, ``wpe`` or ``shared``) are not, unless one is tied to a name that is
-    no embedding's. A glob that matches any name of a tied group selects the group, which is quantized once.
+    no embedding's, nor are routers of experts (below a module called ``gate`` or ``router``). A glob that matches any
+    name of a tied group selects the group, which is quantized once.
 
     - ``rules`` give tensors another scheme, or ``None`` to leave them. They take precedence, and the first match wins.
       With a ``scheme`` of ``None`` only they select tensors.
@@ -94,7 +78,7 @@ def quantize_checkpoint(
         return made if made is None or fit is None else _fitted(made, fit)
 
     default, asked = resolved(scheme), {glob: resolved(one) for glob, one in (rules or {}).items()}
-    holds_embeddings = not isinstance(written, AboutEmbeddings) or written.holds_embeddings
+    holds_embeddings = not isinstance(written, ForLinear) or written.holds_embeddings
 
     def groups_of(checkpoint: Checkpoint) -> list[_Streamed]:
         ties = ties_of(checkpoint)
@@ -146,8 +130,8 @@ def convert_checkpoint(
     """Write ``source`` to ``target`` in another ``format`` or dtype, in other shards, or with stored aliases.
 
     Ties, strides and schemes are kept. For a quantized weight, ``dtype`` is the compute dtype, and its codes stay.
-    Names that other writers only note as ``alias: owner`` in the metadata become ties. One tensor is in memory at a
-    time.
+    Names that other writers only note as ``alias: owner`` in the metadata become ties. Biases of zeros that GPTQ stores
+    even for modules without a bias are left out. One tensor is in memory at a time.
 
     - A weight that ``format`` cannot express is an error. With ``requantize`` it is decoded and encoded in that scheme
       instead: its values change, and the report names it.
@@ -224,6 +208,7 @@ def _transform(
     with Checkpoint(source) as checkpoint:
         for name, what in checkpoint.faults.items():
             raise CheckpointError(what, name=f"{source}: {name}")
+        padding = _without_padding(checkpoint)
         groups = groups_of(checkpoint)
         carried = CarriedOver()
         for alias in checkpoint.copies:
@@ -246,7 +231,16 @@ def _transform(
             Counter(group.kinds for group in groups),
             (checkpoint.format, format.name),
             carried,
+            padding,
         )
+
+
+def _without_padding(checkpoint: Checkpoint) -> tuple[str, ...]:
+    """Remove the zeros that its format adds to a model from the entries of ``checkpoint``; return their names."""
+    names = tuple(name for name in checkpoint.entries if checkpoint.is_padding(name))
+    for name in names:
+        del checkpoint.entries[name]
+    return names
 
 
 def _read_files(checkpoint: Checkpoint) -> frozenset[str]:
@@ -311,7 +305,7 @@ class _Streamed(ShardGroup):
         if scheme is not None:
             spec = None if scheme.transparent else WeightSpec.of(entry.shape, entry.dtype, scheme)
         spec = None if spec is None else spec.replace(dtype=dtype, tie=None)
-        group.is_embedding = any(map(is_embedding, tie.names if tie else (name,)))
+        group.is_linear = is_linear(checkpoint.entries, name, tie.names if tie else (name,))
         group.kinds = _kind(entry.spec, entry.dtype), _kind(spec, dtype)
         group._add(name, entry.shape, dtype, spec)
         if spec is None and entry.stride != contiguous_stride(entry.shape) and 0 not in entry.shape:

@@ -12,7 +12,7 @@ from pathlib import Path
 from ..errors import CheckpointError
 from .dcp import METADATA
 from .names import SUFFIX
-from .opening import BESIDE, open_file
+from .opening import SETTINGS, open_file
 
 _SHARDS = (".distcp",)
 _WEIGHTS = (SUFFIX, ".index.json", ".bin", ".pt", ".pth", ".ckpt", *_SHARDS)
@@ -67,7 +67,7 @@ def _walk(root: Path, done: CarriedOver, read: frozenset[str]) -> Iterator[tuple
         folder = folders.pop()
         for entry in sorted(os.scandir(root / folder), key=lambda one: one.name):
             path, is_folder = folder + entry.name, entry.is_dir(follow_symlinks=False)
-            if not folder and (entry.name in {*BESIDE[1:], METADATA, *read} or entry.name.endswith(_SHARDS)):
+            if not folder and (entry.name in {*SETTINGS, METADATA, *read} or entry.name.endswith(_SHARDS)):
                 continue
             place = Path(os.path.realpath(entry.path))
             if why := _reason(root, folder, entry, place):

@@ -61,11 +61,14 @@ def read_file(path: Path | str, limit: int) -> bytes:
 
 SINQ_SETTINGS = "model.safetensors.index.json.meta.json"
 
-BESIDE = (
-    *("config.json", "quantize_config.json", "quant_config.json", "hf_quant_config.json", "quanto_qmap.json"),
+SETTINGS = (
+    *("quantize_config.json", "quant_config.json", "hf_quant_config.json", "quanto_qmap.json"),
     SINQ_SETTINGS,
 )
-"""The names of JSON files that may announce a format; all but the first hold nothing else."""
+"""The names of JSON files that announce a format, and hold nothing else."""
+
+BESIDE = ("config.json", *SETTINGS)
+"""The names of JSON files that may announce a format."""
 
 _LIMIT = 64 * 2**20  # bytes
 

@@ -11,7 +11,8 @@ makes them one change:
    no new shard replaces an old one, so that the rename of the index is the change.
 4. An old index is removed if new shards replace some of its own: other readers, which do not know the mark, find none.
 5. The renames: first ``config.json``, then the shards, last the index or the single file.
-6. Files of an older save under the same stem are removed: its index first, then the others.
+6. Files of an older save under the same stem are removed: its index first, then the others. With them go JSON files
+   that describe nothing but its quantization (``SETTINGS``): readers would apply them to the new files.
 7. The mark is removed, then the lock is released.
 
 Readers refuse marked files (``check_whole``). So a crash before 3 leaves the old checkpoint, a crash after 7 the new
@@ -38,7 +39,7 @@ from ..errors import CheckpointError
 from .leftovers import remove_leftovers
 from .locks import hold, locked
 from .names import INDEX_SUFFIX, SUFFIX, mark_of, name_beside, short, stem_of
-from .opening import BESIDE
+from .opening import BESIDE, SETTINGS
 from .writer import write_bytes
 
 _MARK = b"A save that exchanges the files here has not ended. Save again.\n"
@@ -131,7 +132,7 @@ class FolderChange:
 
     written    hidden path and target of each file of tensors, on the disk
     texts      called when the folder is locked; returns the bytes of the other files by path, including the index
-    is_whole   whether these are all files under ``stem``, so that any others under it are removed
+    is_whole   whether these are all files under ``stem``, so that any others under it, and settings, are removed
     """
 
     folder: Path
@@ -207,7 +208,8 @@ def _steps(change: FolderChange, texts: Sequence[tuple[Path, Path]]) -> tuple[li
     old: list[str] = []
     if change.is_whole or mark.name in here:
         old = [name for name in here - new - {mark.name} if stem_of(name) == change.stem]
-        old = [name for name in old if not (change.folder / name).is_dir()]
+    settings = sorted({*SETTINGS} & (here - new)) if change.is_whole else []
+    old = [name for name in (*old, *settings) if not (change.folder / name).is_dir()]
     others = [pair for pair in texts if pair[1] != index]
     *first, (last, head) = [*others, *change.written, *(pair for pair in texts if pair[1] == index)]
     is_over = head == index and index.name in here and any(target.name in here for _, target in change.written)
@@ -216,7 +218,7 @@ def _steps(change: FolderChange, texts: Sequence[tuple[Path, Path]]) -> tuple[li
         *(partial(_rename, *pair) for pair in (*first, (last, head))),
         *(partial(_remove, change.folder / name) for name in sorted(old, key=lambda name: (name != index.name, name))),
     ]
-    rivals = {index.name, f"{change.stem}{SUFFIX}"} & {*old}
+    rivals = {index.name, f"{change.stem}{SUFFIX}", *settings} & {*old}
     is_decided = head.name in here and not rivals and not others and not any(path.name in here for _, path in first)
     return steps, mark.name in here or (len(steps) > 1 and not is_decided)
 

@@ -13,11 +13,11 @@ from ..geometry.views import Shape, contiguous_stride
 from . import native
 from .entry import (
     NOTHING,
-    AboutEmbeddings,
     Contained,
     Contents,
     Entry,
     Fitting,
+    ForLinear,
     Format,
     Found,
     Indexed,
@@ -144,7 +144,7 @@ def with_quantization(config: Mapping[str, Any], written: Mapping[str, Any]) -> 
     """
     kept: dict[str, Any] = {}
     for key, value in config.items():
-        if key in ("quantization_config", "quantization", "_quanto_qmap"):
+        if key in ("quantization_config", "compression_config", "quantization", "_quanto_qmap"):
             continue
         kept[key] = (
             with_quantization(value, {}) if key in ("text_config", "llm_config") and isinstance(value, dict) else value
@@ -156,7 +156,7 @@ __all__ = [
     "FORMATS",
     "PLAIN",
     "WRITABLE",
-    "AboutEmbeddings",
+    "ForLinear",
     "ByRows",
     "Contained",
     "Contents",

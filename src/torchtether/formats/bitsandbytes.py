@@ -34,8 +34,8 @@ from ..schemes import Affine, Codebook, Scheme, scheme_to_text
 from ..schemes.tables import DYNAMIC, FP4, NF4
 from ..weights.spec import WeightSpec
 from ..weights.weight import Weight
-from .entry import Contents, Entry, Evidence, Found, Wanted, check_dtype, expect, refuse_embedding, spec_of
-from .heads import absent_heads
+from .entry import Contents, Entry, Evidence, Found, Wanted, check_dtype, expect, refuse_other, spec_of
+from .heads import plain_heads
 from .rows import Along, all_along
 
 name = "bitsandbytes"
@@ -297,7 +297,7 @@ def announce(specs: Mapping[str, WeightSpec], plain: Iterable[str]) -> dict[str,
     compute = next(iter(specs.values())).dtype if specs else torch.float32
     modules = {key.removesuffix(".weight") for key in plain if key.endswith(".weight")}
     quantized = {name.removesuffix(".weight") for name in specs}
-    modules.update(absent_heads(modules | quantized))
+    modules.update(plain_heads(quantized))
     config: dict[str, Any] = {
         "quant_method": "bitsandbytes",
         "load_in_4bit": bool(books),
@@ -319,13 +319,9 @@ def announce(specs: Mapping[str, WeightSpec], plain: Iterable[str]) -> dict[str,
 holds_embeddings = False
 
 
-def announce_embeddings(
-    announced: Mapping[str, Mapping[str, Any]], names: Sequence[str]
-) -> dict[str, Mapping[str, Any]]:
+def announce_others(announced: Mapping[str, Mapping[str, Any]], names: Sequence[str]) -> dict[str, Mapping[str, Any]]:
     """Raise SchemeError: transformers builds bitsandbytes modules for linear layers alone."""
-    refuse_embedding(
-        names[0], "it is the weight of an embedding, and transformers reads no quantized embeddings of bitsandbytes"
-    )
+    refuse_other(names[0], "transformers reads no other quantized weights of bitsandbytes")
 
 
 def variant_of(scheme: Scheme) -> Scheme:

@@ -226,20 +226,20 @@ class Writable(Format, Protocol):
 
 
 @runtime_checkable
-class AboutEmbeddings(Protocol):
-    """Describe a writable format whose readers expect quantized linear layers, and not always quantized embeddings."""
+class ForLinear(Protocol):
+    """Describe a writable format whose readers build quantized modules in place of ``nn.Linear`` alone."""
 
     @property
     def holds_embeddings(self) -> bool:
-        """Return whether the readers can read quantized embeddings at all."""
+        """Return whether the readers can read quantized weights of other modules, such as embeddings, at all."""
 
-    def announce_embeddings(
+    def announce_others(
         self, announced: Mapping[str, Mapping[str, Any]], names: Sequence[str]
     ) -> dict[str, Mapping[str, Any]]:
-        """Return ``announced``, the result of ``announce``, changed so that readers accept embeddings.
+        """Return ``announced``, the result of ``announce``, changed so that readers accept weights of other modules.
 
-        ``names`` are the quantized weights of embeddings. Raises SchemeError, which says what to do, if the readers
-        cannot read them.
+        ``names`` are quantized weights of modules that are no ``nn.Linear``: embeddings, ``Conv1D`` of transformers.
+        Raises SchemeError, which says what to do, if the readers cannot read them.
         """
         ...
 
@@ -277,8 +277,9 @@ class Contained(Writable, Protocol):
         """Return the key-value pairs of the file: those made from ``config.json``, overridden by ``given``."""
 
 
-def refuse_embedding(name: str, what: str) -> NoReturn:
-    """Raise SchemeError for the quantized weight ``name`` of an embedding; its fix says how to decode the weight."""
+def refuse_other(name: str, what: str) -> NoReturn:
+    """Raise SchemeError for the quantized weight ``name`` of no ``nn.Linear``; its fix says how to decode it."""
+    what = f"its module is not nn.Linear (but an embedding or Conv1D, for example), and {what}"
     fix = f"Decode it with tt.quantize(model, {{{name!r}: tt.Plain()}}), or save as 'native'."
     raise SchemeError(what, name=name, fix=fix)
 

@@ -17,13 +17,14 @@ _HEADS = (
 """The names, or ends of names, that transformers gives to linear layers that may be tied to an embedding."""
 
 
-def absent_heads(modules: Collection[str]) -> list[str]:
-    """Return the names of heads that are part of no name in ``modules``, the modules with a stored weight.
+def plain_heads(quantized: Collection[str]) -> list[str]:
+    """Return the names of heads that are part of no name in ``quantized``, the modules with a quantized weight.
 
-    A tied head is stored under no name of its own, and a file by others does not say that it exists. A reader that
-    builds it as a quantized module would leave it without values.
+    A tied head is stored under no name of its own, and a file by others does not say that it exists. Another is stored
+    under a name that readers change: ``language_model.lm_head`` is ``lm_head`` in transformers. A reader that builds it
+    as a quantized module would leave it without values.
 
-    >>> "lm_head" in absent_heads(["model.embed_tokens"]), "lm_head" in absent_heads(["language_model.lm_head"])
+    >>> "lm_head" in plain_heads(["layers.0.q_proj"]), "lm_head" in plain_heads(["language_model.lm_head"])
     (True, False)
     """
-    return [head for head in _HEADS if not any(head in module for module in modules)]
+    return [head for head in _HEADS if not any(head in module for module in quantized)]

@@ -30,7 +30,7 @@ from ..schemes import bits as streams
 from ..schemes.column_scaled import COLUMNS
 from ..weights.spec import WeightSpec
 from ..weights.weight import Weight
-from .entry import NOTHING, Contents, Entry, Evidence, Found, Wanted, expect, refuse_embedding, spec_of
+from .entry import NOTHING, Contents, Entry, Evidence, Found, Wanted, expect, refuse_other, spec_of
 from .hqq import DTYPES
 from .words import split_fields
 
@@ -255,11 +255,9 @@ def announce(specs: Mapping[str, WeightSpec], plain: Iterable[str]) -> dict[str,
 holds_embeddings = False
 
 
-def announce_embeddings(
-    announced: Mapping[str, Mapping[str, Any]], names: Sequence[str]
-) -> dict[str, Mapping[str, Any]]:
+def announce_others(announced: Mapping[str, Mapping[str, Any]], names: Sequence[str]) -> dict[str, Mapping[str, Any]]:
     """Raise SchemeError: SINQ builds its modules for linear layers alone."""
-    refuse_embedding(names[0], "it is the weight of an embedding, and SINQ reads no quantized embeddings")
+    refuse_other(names[0], "SINQ reads no other quantized weights")
 
 
 def _way(name: str, spec: WeightSpec) -> _Way:

@@ -22,13 +22,13 @@ Source: ComfyUI's QUANTIZATION.md, comfy/ops.py and comfy/utils.py; comfy-kitche
 
 from ..entry import Evidence
 from .reading import MARKER, METADATA, OLD_SCALE, SETTINGS, fit, recognise, rows, unpack
-from .writing import announce, announce_embeddings, layout, pack, variant_of
+from .writing import announce, announce_others, layout, pack, variant_of
 
 name = "comfy"
 holds_embeddings = False
 evidence = Evidence(metadata=(METADATA,), keys=(f"{SETTINGS[1:]}\n", f"{MARKER}\n", f"{OLD_SCALE}\n"))
 
 __all__ = [
-    "announce", "announce_embeddings", "evidence", "fit", "holds_embeddings", "layout", "name", "pack", "recognise",
+    "announce", "announce_others", "evidence", "fit", "holds_embeddings", "layout", "name", "pack", "recognise",
     "rows", "unpack", "variant_of",
 ]  # fmt: skip

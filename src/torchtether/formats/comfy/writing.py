@@ -15,7 +15,7 @@ from ...geometry.views import Shape
 from ...schemes import Affine, ScaledFloat, Scheme, scheme_to_text
 from ...weights.spec import WeightSpec
 from ...weights.weight import Weight
-from ..entry import FLOAT8, FLOATS, refuse_embedding
+from ..entry import FLOAT8, FLOATS, refuse_other
 from .reading import FLOAT8_KINDS, SETTINGS, TILED, WIDTH, swapped
 
 _KIND_OF = {FLOAT8[dtype]: kind for kind, dtype in FLOAT8_KINDS.items()}
@@ -68,13 +68,9 @@ def announce(specs: Mapping[str, WeightSpec], plain: Iterable[str]) -> dict[str,
     return {}
 
 
-def announce_embeddings(
-    announced: Mapping[str, Mapping[str, Any]], names: Sequence[str]
-) -> dict[str, Mapping[str, Any]]:
+def announce_others(announced: Mapping[str, Mapping[str, Any]], names: Sequence[str]) -> dict[str, Mapping[str, Any]]:
     """Raise SchemeError: ComfyUI reads quantized embeddings only in some of its formats."""
-    refuse_embedding(
-        names[0], "it is the weight of an embedding, and ComfyUI reads quantized embeddings only in some of its formats"
-    )
+    refuse_other(names[0], "ComfyUI reads quantized embeddings only in some of its formats")
 
 
 def variant_of(scheme: Scheme) -> Scheme:

@@ -21,13 +21,13 @@ Source: https://github.com/vllm-project/compressed-tensors, checked against 0.20
 from ..entry import Evidence
 from .reading import METHODS, recognise
 from .unpacking import rows, unpack
-from .writing import announce, announce_embeddings, layout, pack, variant_of
+from .writing import announce, announce_others, layout, pack, variant_of
 
 name = "compressed-tensors"
 holds_embeddings = True
 evidence = Evidence(methods=METHODS, config=("compression_config",), keys=("weight_packed\n",))
 
 __all__ = [
-    "announce", "announce_embeddings", "evidence", "holds_embeddings", "layout", "name", "pack", "recognise", "rows",
+    "announce", "announce_others", "evidence", "holds_embeddings", "layout", "name", "pack", "recognise", "rows",
     "unpack", "variant_of",
 ]  # fmt: skip

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
@@ -19,7 +20,7 @@ from ...schemes import Affine, ScaledFloat, Scheme, bits, scheme_to_text
 from ...weights.spec import WeightSpec
 from ...weights.weight import Weight
 from ..entry import FLOATS
-from ..heads import absent_heads
+from ..heads import plain_heads
 from ..words import word_count
 from .config import FLOAT, INT, MIXED, MXFP4, MXFP6, MXFP8, NVFP4, PACK
 
@@ -108,7 +109,9 @@ def announce(specs: Mapping[str, WeightSpec], plain: Iterable[str]) -> dict[str,
 
     If all weights are stored in one way, there is one group with the target ``Linear``; otherwise each group names its
     modules. ``ignore`` names every other module with a ``weight``, because names do not tell which of them are linear.
-    It also has a pattern for heads, which may be tied and have no tensor. Names in ``plain`` may be aliases.
+    It also has a pattern for heads, which may be tied and have no tensor, and one for the parts of a model without a
+    quantized weight, such as ``visual``, which transformers may call ``model.visual``. Names in ``plain`` may be
+    aliases.
 
     ``dequantize`` makes transformers decode weights that it cannot keep (``_is_decoded``) while it loads them.
     """
@@ -132,20 +135,39 @@ def announce(specs: Mapping[str, WeightSpec], plain: Iterable[str]) -> dict[str,
     }
     quantized = {module for _, modules in groups.values() for module in modules}
     others = {name.removesuffix(".weight") for name in plain if name.endswith(".weight")} - quantized
-    heads = "|".join(map(re.escape, absent_heads(quantized | others)))
+    heads = "|".join(map(re.escape, plain_heads(quantized)))
+    trees = "|".join(map(re.escape, _plain_trees(quantized, others)))
     config = {
         "quant_method": "compressed-tensors",
         "version": VERSION,
         "format": formats.pop() if len(formats) == 1 else MIXED,
         "quantization_status": "compressed",
         "config_groups": config_groups,
-        "ignore": [*sorted(others), *([rf"re:(.*\.)?({heads})$"] if heads else [])],
+        "ignore": [
+            *sorted(others),
+            *([rf"re:(.*\.)?({trees})\..*"] if trees else []),
+            *([rf"re:(.*\.)?({heads})$"] if heads else []),
+        ],
         "kv_cache_scheme": None,
         "global_compression_ratio": None,
     }
     announced: dict[str, Mapping[str, Any]] = {"config.json": {"quantization_config": config}}
     is_decoded = len(groups) == 1 and any(_is_decoded(_way(name, spec), spec) for name, spec in specs.items())
     return _decoded(announced) if is_decoded else announced
+
+
+def _plain_trees(quantized: Collection[str], others: Iterable[str]) -> list[str]:
+    """Return the outermost modules, outside numbered layers, that hold some of ``others``, and none of ``quantized``.
+
+    >>> _plain_trees({"model.layers.0.proj"}, ["visual.blocks.0.attn.qkv", "model.norm", "lm_head"])
+    ['visual']
+    """
+    trees: set[str] = set()
+    names = "\n".join(f".{name}." for name in quantized)
+    for outer in {(*itertools.takewhile(lambda part: not part.isdecimal(), name.split(".")[:-1]),) for name in others}:
+        paths = itertools.accumulate(outer, lambda path, part: f"{path}.{part}")
+        trees.update(itertools.islice((path for path in paths if f".{path}." not in names), 1))
+    return sorted(trees)
 
 
 def _is_decoded(way: Way, spec: WeightSpec) -> bool:
@@ -164,17 +186,16 @@ def _decoded(announced: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[st
     return {"config.json": {"quantization_config": config}}
 
 
-def announce_embeddings(
-    announced: Mapping[str, Mapping[str, Any]], names: Sequence[str]
-) -> dict[str, Mapping[str, Any]]:
-    """Return ``announced`` with ``dequantize``, because transformers builds no quantized embedding.
+def announce_others(announced: Mapping[str, Mapping[str, Any]], names: Sequence[str]) -> dict[str, Mapping[str, Any]]:
+    """Return ``announced`` with ``dequantize``, because transformers builds quantized modules for ``nn.Linear`` alone.
 
     Raise SchemeError if there are several config groups: transformers decodes at load only if there is one.
     """
     if len(announced["config.json"]["quantization_config"]["config_groups"]) > 1:
         _refuse(
             names[0],
-            "with a quantized embedding is read by transformers only if all weights are quantized in the same way",
+            "in a module that is not nn.Linear (but an embedding or Conv1D, for example) is read by transformers "
+            "only if all weights are quantized in the same way",
             f"Decode it with tt.quantize(model, {{{names[0]!r}: tt.Plain()}}), or save as 'native'.",
         )
     return _decoded(announced)
