@@ -166,8 +166,9 @@ def test_data_of_what_is_trained_is_trained():
 
 @pytest.mark.parametrize("scheme", [tt.int8(), tt.int4(32, symmetric=True)], ids=["int8", "int4-symmetric"])
 @pytest.mark.parametrize("way", ["copy_", "data"])
-def test_values_that_are_written_again_and_again_do_not_grow(scheme, way):
-    weight = _trained(scheme, (16, 64))
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_values_that_are_written_again_and_again_do_not_grow(scheme, way, is_frozen):
+    weight = _trained(scheme, (16, 64)).requires_grad_(not is_frozen)
     before = weight.dequantize().detach()
     for step in range(100):
         values = weight.dequantize().detach() + (-1) ** step * 1e-4
@@ -187,15 +188,16 @@ def test_other_values_than_a_step_leaves_are_encoded_as_if_nothing_was_held(row)
     assert same_bits(weight.dequantize().detach(), tt.Weight.encode(values, row.scheme).dequantize())
 
 
+@pytest.mark.parametrize("is_frozen", [False, True])
 @pytest.mark.parametrize("way", ["tt.load", "load_state_dict", "swapped"])
 @each_learning
-def test_what_a_load_gives_does_not_depend_on_what_was_trained(row, way, tmp_path, monkeypatch):
+def test_what_a_load_gives_does_not_depend_on_what_was_held(row, way, is_frozen, tmp_path, monkeypatch):
     source = torch.nn.Linear(64, 8, bias=False)
     tt.save(source, tmp_path)
     state = {name: value.clone() for name, value in source.state_dict().items()}
     model = tt.quantize(source, row.scheme)
     expected = model.weight.dequantize().detach()
-    model.requires_grad_(True)
+    model.requires_grad_(not is_frozen)
     with torch.no_grad():  # other scales, of about the same values
         model.weight.copy_(torch.randn(8, 64))
         model.weight.copy_(state["weight"] * 1.0005)

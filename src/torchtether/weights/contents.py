@@ -31,14 +31,13 @@ def has_values(held: Weight, values: Tensor) -> bool:
     """Return whether ``held`` decodes to exactly ``values``, of its base shape; False if that cannot be seen."""
     if torch.compiler.is_compiling() or is_fake(values) or not values.is_floating_point() or not values.numel():
         return False
-    if values.device != held.device:
-        values = values.to(held.device)
     scheme, base = held.scheme, held.spec.base
-    first = values.new_empty(1, base[-1])  # values that differ mostly do so in the first row: no need to decode all
-    scheme.decode_into(held.parts, base, 0, 1, first)
-    if not torch.equal(first[0], values[(0,) * (len(base) - 1)]):
+    first = values[(0,) * (len(base) - 1)].to(held.device)
+    own = first.new_empty(1, base[-1])  # values that differ mostly do so in the first row: no need to decode all
+    scheme.decode_into(held.parts, base, 0, 1, own)
+    if not torch.equal(own[0], first):
         return False
-    return torch.equal(decoding.values(scheme, held.parts, base, values.dtype), values)
+    return torch.equal(decoding.values(scheme, held.parts, base, values.dtype), values.to(held.device))
 
 
 def put_contents(held: Weight, made: Weight) -> None:

@@ -83,9 +83,9 @@ def is_written_in_place(held: Weight, given: Tensor) -> bool:
 def as_loaded(held: Tensor, given: Tensor) -> Tensor:
     """Return what to copy into ``held`` so that it gets the codes of ``given``, whatever its values and scales are now.
 
-    ``Tensor.copy_`` keeps scales of a trained Weight, since it may be a step of training.
+    ``Tensor.copy_`` keeps scales of a Weight if the values are near to its own, since it may be a step of training.
     """
-    if not isinstance(held, Weight) or not held.is_trained or held.is_meta or held.scheme.transparent or held._cut:
+    if not isinstance(held, Weight) or held.is_meta or held.scheme.transparent or held._cut:
         return given
     if type(given) not in STOCK or not given.is_floating_point() or given.shape != held.shape:
         return given

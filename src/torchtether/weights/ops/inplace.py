@@ -193,19 +193,30 @@ def copy_(op: Any, held: Tensor, given: Tensor, non_blocking: bool = False) -> T
     base = to_base(held.spec, values.expand(held.shape))
     if has_values(held, base):
         return held  # DDP writes back what it has read, and new scales would change it
-    # A Weight is trained by many such writes, and with new scales each time it would grow without end.  After any other
-    # write the result must not depend on the scales that were held before.
-    parts = held.scheme.reencode(base, held.parts) if _is_step(held, base) else held.scheme.encode(base)
+    # Training or averaging makes many small changes, and with new scales each time a Weight of a symmetric scheme would
+    # grow without end.  After any other write the result must not depend on the scales that were held before.
+    is_step = not isinstance(given, Weight) and _is_step(held, base)
+    parts = held.scheme.reencode(base, held.parts) if is_step else held.scheme.encode(base)
     held.set_parts(_keeping_shared(held, base, parts))
     return held
 
 
 def _is_step(held: Weight, values: Tensor) -> bool:
-    """Return whether ``held`` is trained, and ``values`` are so near to its own that they may be those after a step."""
-    if not held.is_trained:
+    """Return whether ``values`` are so near to those of ``held`` that they may be those after a step of training."""
+    if values.device != held.device or not values.numel():
         return False
-    own = held.scheme.decode(held.parts, held.spec.base, torch.float32)
-    return is_true((values - own).norm() <= own.norm() / 2, unseen=True)
+    rows = values.reshape(-1, values.shape[-1])
+    count, squares = max(_PIECE // rows.shape[1], 1), rows.new_zeros(2, dtype=torch.float32)
+    for start in range(0, rows.shape[0], count):
+        some = rows[start : start + count].float()
+        own = torch.empty_like(some)
+        held.scheme.decode_into(held.parts, held.spec.base, start, start + some.shape[0], own)
+        squares += torch.stack(((some - own).square().sum(), own.square().sum()))
+    return is_true(4 * squares[0] <= squares[1], unseen=True)
+
+
+_PIECE = 2**22
+"""Elements that are decoded at once to be compared."""
 
 
 def _same_geometry(given: Weight, held: Weight) -> bool:
