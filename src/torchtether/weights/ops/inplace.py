@@ -11,8 +11,8 @@ from torch import Tensor
 from ..._warnings import warn
 from ...errors import TrainingWarning
 from ...schemes import same_bits
-from ...schemes.looking import is_true
 from ...torch_private.dispatching import schema_of, tree_map_only, written_by
+from ...torch_private.tensors import is_fake
 from ..contents import has_values
 from ..dispatch import FOREIGN_WRITES, rule
 from ..products import decoding
@@ -202,8 +202,11 @@ def copy_(op: Any, held: Tensor, given: Tensor, non_blocking: bool = False) -> T
 
 
 def _is_step(held: Weight, values: Tensor) -> bool:
-    """Return whether ``values`` are so near to those of ``held`` that they may be those after a step of training."""
-    if values.device != held.device or not values.numel():
+    """Return whether ``values`` are so near to those of ``held`` that they may be those after a step of training.
+
+    False if that cannot be seen, as in compiled code.
+    """
+    if values.device != held.device or not values.numel() or torch.compiler.is_compiling() or is_fake(values):
         return False
     rows = values.reshape(-1, values.shape[-1])
     count, squares = max(_PIECE // rows.shape[1], 1), rows.new_zeros(2, dtype=torch.float32)
@@ -212,7 +215,7 @@ def _is_step(held: Weight, values: Tensor) -> bool:
         own = torch.empty_like(some)
         held.scheme.decode_into(held.parts, held.spec.base, start, start + some.shape[0], own)
         squares += torch.stack(((some - own).square().sum(), own.square().sum()))
-    return is_true(4 * squares[0] <= squares[1], unseen=True)
+    return bool(4 * squares[0] <= squares[1])
 
 
 _PIECE = 2**22
