@@ -2,6 +2,7 @@
 
 import json
 import os
+from functools import partial
 
 import pytest
 import safetensors.torch
@@ -260,6 +261,24 @@ def test_a_read_only_folder_is_one_error(tmp_path):
     tmp_path.chmod(0o500)
     with pytest.raises(tt.CheckpointError, match="cannot be written"):
         tt.save(build(Tied), tmp_path / "x.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("name", "write"),
+    [
+        ("x.safetensors", tt.save),
+        ("x.gguf", partial(tt.save, format="gguf")),
+        ("x.svg", lambda model, path: tt.storage_map(model).to_svg(path)),
+    ],
+)
+def test_what_is_no_regular_file_is_not_replaced(tmp_path, name, write):
+    """Root's rename would put a file in the place of a device, such as /dev/null."""
+    os.mkfifo(tmp_path / name)
+    model = build(Tied)
+    with pytest.raises(tt.CheckpointError, match=r"x\.\w+: it is a FIFO, not a regular file"):
+        write(model, tmp_path / name)
+    assert (tmp_path / name).is_fifo()
+    assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
 def test_shards_are_named_as_others_name_them(tmp_path):
