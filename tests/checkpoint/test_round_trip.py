@@ -1,8 +1,10 @@
 """Saving and opening restores values, ties with their geometry, strides, dtypes, schemes and bytes."""
 
+import errno
 import json
 import os
 from functools import partial
+from pathlib import Path
 
 import pytest
 import safetensors.torch
@@ -261,6 +263,19 @@ def test_a_read_only_folder_is_one_error(tmp_path):
     tmp_path.chmod(0o500)
     with pytest.raises(tt.CheckpointError, match="cannot be written"):
         tt.save(build(Tied), tmp_path / "x.safetensors")
+
+
+@pytest.mark.parametrize("name", ["x.safetensors", "x.gguf"])
+def test_a_read_only_file_system_is_one_error(tmp_path, monkeypatch, name):
+    """It refuses also to remove a file that is not there."""
+
+    def refuse(*arguments, **options):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(arguments[0]))
+
+    for module, call in ((os, "open"), (os, "unlink"), (Path, "unlink")):
+        monkeypatch.setattr(module, call, refuse)
+    with pytest.raises(tt.CheckpointError, match=rf"/{name}: cannot be written: Read-only file system"):
+        tt.save(nn.Linear(32, 32), tmp_path / name, format="gguf" if name == "x.gguf" else "native")
 
 
 @pytest.mark.parametrize(

@@ -78,7 +78,8 @@ class Beside:
         for file in self.files:
             file.close()
         for temporary, _ in self.pairs:
-            temporary.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # a read-only file system refuses even if there is nothing to remove
+                temporary.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
