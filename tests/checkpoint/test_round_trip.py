@@ -296,6 +296,13 @@ def test_what_is_no_regular_file_is_not_replaced(tmp_path, name, write):
     assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
+def test_a_file_that_would_be_a_folder_is_named(tmp_path):
+    (tmp_path / "model").write_text("mine")
+    with pytest.raises(tt.CheckpointError, match=r"model: it is a file, .* Give a name that ends in \.safetensors"):
+        tt.save(build(Tied), tmp_path / "model")
+    assert (tmp_path / "model").read_text() == "mine"
+
+
 def test_shards_are_named_as_others_name_them(tmp_path):
     tt.save(build(Tied), tmp_path / "tiny.safetensors", max_shard_size=400)
     index = json.loads((tmp_path / "tiny.safetensors.index.json").read_text())

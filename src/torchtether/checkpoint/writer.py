@@ -30,6 +30,7 @@ from ..files import (
     format_index,
     gguf_packing,
     is_folder,
+    is_taken,
     put_in_place,
     read_beside,
     replacing,
@@ -188,6 +189,9 @@ def check_target(
         raise CheckpointError(
             f"{format.name} does not write GGUF files", name=str(path), fix="Give format='gguf', or another name."
         )
+    if path.suffix != SUFFIX and is_taken(path):
+        fix = "Give a name that ends in .safetensors, or a folder."
+        raise CheckpointError("it is a file, and would be the name of a folder", name=str(path), fix=fix)
     if path.suffix in PICKLED and not is_folder(path):  # nobody would want a new folder of such a name
         raise CheckpointError(
             f"only torch.save writes {path.suffix} files",
