@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -24,6 +25,8 @@ from torchtether.files import companions
 from torchtether.formats import bitsandbytes
 from torchtether.progress import Meter
 from torchtether.schemes import NAMED, scheme_from_text, scheme_to_text
+
+GOLDEN = Path(__file__).parents[1] / "golden"
 
 
 class Net(Tied):
@@ -240,6 +243,17 @@ def test_the_format_of_a_file_is_no_tie(tmp_path):
     transform.convert_checkpoint(tmp_path / "x.safetensors", tmp_path / "y.safetensors")
     with tt.open(tmp_path / "y.safetensors") as made:
         assert list(made) == ["pt", "twin"]
+
+
+def test_a_weight_whose_shape_only_the_model_knows_is_refused(tmp_path, capsys):
+    """Quanto's files of 4 bits hold groups: the bias of ``q_proj`` tells its rows, and ``k_proj`` has none."""
+    made = tmp_path / "made"
+    assert main(["convert", str(GOLDEN / "quanto_qint4_bf16"), str(made)]) == 1
+    assert "self_attn.k_proj.weight: quanto does not store its shape" in capsys.readouterr().err
+    assert not made.exists()
+    with tt.open(GOLDEN / "quanto_qint4_bf16") as checkpoint:
+        tensors = {key: tensor for key, tensor in checkpoint.items() if "q_proj" in key}
+    assert tensors["self_attn.q_proj.weight"].shape[:1] == tensors["self_attn.q_proj.bias"].shape
 
 
 def test_a_copy_that_differs_stops_it(tmp_path, capsys):

@@ -23,7 +23,7 @@ from ..checkpoint.writer import ShardGroup, check_target, plan_files, write_grou
 from ..conversion.sizing import QuantizePlan
 from ..errors import CheckpointError, SchemeError
 from ..files import HIDDEN, PAIRS, SUFFIX, CarriedOver, Pairs, carry_over, is_folder, local_path, new_folder
-from ..formats import Contained, Entry, ForLinear, Variant, Writable, writable
+from ..formats import GUESSED, Contained, Entry, ForLinear, Variant, Writable, writable
 from ..geometry.views import View, contiguous_stride
 from ..progress import Progress
 from ..schemes import Plain, Scheme, resolve, scheme_to_text
@@ -140,8 +140,8 @@ def convert_checkpoint(
       appears complete, by one rename. It also gets the other files of a source folder (``files/companions.py`` lists
       the exceptions).
 
-    Raises CheckpointError if ``source`` is damaged, ``target`` exists, the disk refuses, or ``dtype`` cannot apply:
-    8-bit floats without a scale, memory that is shared in two dtypes, numbers too large.
+    Raises CheckpointError if ``source`` is damaged or does not tell a shape, ``target`` exists, the disk refuses, or
+    ``dtype`` cannot apply: 8-bit floats without a scale, memory that is shared in two dtypes, numbers too large.
     """
     if dtype is not None and not (dtype.is_floating_point and dtype.itemsize > 1):
         what = f"{dtype_name(dtype)} is not a float dtype of 16 bits or more"
@@ -208,6 +208,11 @@ def _transform(
     with Checkpoint(source) as checkpoint:
         for name, what in checkpoint.faults.items():
             raise CheckpointError(what, name=f"{source}: {name}")
+        for name, entry in checkpoint.entries.items():
+            if entry.options.get(GUESSED):
+                what = f"{checkpoint.format} does not store its shape, which only the model knows"
+                fix = "Load it into the model with tt.load, and save that with tt.save."
+                raise CheckpointError(what, name=f"{source}: {name}", fix=fix)
         padding = _without_padding(checkpoint)
         groups = groups_of(checkpoint)
         carried = CarriedOver()
