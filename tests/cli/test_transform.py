@@ -532,6 +532,32 @@ def test_every_other_file_comes_along_and_the_rest_is_named(modules, tmp_path, c
     assert said.partition("2_Dense/model.safetensors")[2] == LEFT_OUT
 
 
+@pytest.mark.parametrize(
+    ("names", "made"),
+    [
+        (["diffusion_pytorch_model.safetensors"], "diffusion_pytorch_model.safetensors"),
+        (["diffusion_pytorch_model.fp16.safetensors"], "diffusion_pytorch_model.safetensors"),
+        (["adapter_model.safetensors"], "adapter_model.safetensors"),
+        ([f"diffusion_pytorch_model-0000{i}-of-00002.safetensors" for i in (1, 2)], "diffusion_pytorch_model.safeten"),
+        (["adapter_model.safetensors", "diffusion_pytorch_model.safetensors"], "model.safetensors"),
+        (["consolidated.safetensors"], "model.safetensors"),
+    ],
+)
+def test_diffusers_and_peft_find_the_weights_under_the_names_they_look_for(tmp_path, names, made):
+    source, target = tmp_path / "source", tmp_path / "target"
+    source.mkdir()
+    for name in names:
+        save_file({f"{name}.weight": torch.randn(64, 64)}, source / name)
+    assert main(["convert", str(source), str(target), "--dtype", "bfloat16"]) == 0
+    assert [path.name.startswith(made) for path in target.iterdir()] == [True]
+    assert sorted(tt.open(target)) == sorted(f"{name}.weight" for name in names)
+    sharded = tmp_path / "sharded"
+    assert main(["quantize", str(source), str(sharded), "--scheme", "int8", "--max-shard-size", "3kB"]) == 0
+    stem = made.split(".")[0]
+    assert (sharded / f"{stem}.safetensors.index.json").exists() == (len(names) > 1)
+    assert {path.name.startswith(stem) for path in sharded.iterdir()} == {True}
+
+
 def test_of_a_single_file_nothing_comes_along(modules, tmp_path, capsys):
     tt.save({"w": torch.ones(2)}, modules / "alone.safetensors")
     torch.save({"w": torch.ones(2)}, modules / "alone.pt")

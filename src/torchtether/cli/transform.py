@@ -9,6 +9,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -22,8 +23,8 @@ from ..checkpoint.saver import Aliases
 from ..checkpoint.writer import ShardGroup, check_target, plan_files, write_groups
 from ..conversion.sizing import QuantizePlan
 from ..errors import CheckpointError, SchemeError
-from ..files import HIDDEN, PAIRS, SUFFIX, CarriedOver, Pairs, carry_over, is_folder, local_path, new_folder
-from ..formats import GUESSED, Contained, Entry, ForLinear, Variant, Writable, writable
+from ..files import HIDDEN, PAIRS, SUFFIX, CarriedOver, Pairs, carry_over, is_folder, local_path, new_folder, stem_like
+from ..formats import GUESSED, Contained, Entry, ForLinear, Indexed, Variant, Writable, writable
 from ..geometry.views import View, contiguous_stride
 from ..progress import Progress
 from ..schemes import Plain, Scheme, resolve, scheme_to_text
@@ -222,12 +223,13 @@ def _transform(
             pairs = _pairs(checkpoint, format) if isinstance(format, Contained) else None
             write_groups(groups, target, format=format, progress=progress, verb=verb, metadata=pairs)
         else:
+            read = _read_files(checkpoint)
+            stem = "model" if isinstance(format, Indexed) else stem_like(read)
+            write = partial(write_groups, format=format, max_shard_size=max_shard_size, progress=progress, verb=verb)
             with new_folder(target) as folder:
                 if is_folder(source) or source.suffix == ".json":
-                    carried = carry_over(
-                        source if is_folder(source) else source.parent, folder, _read_files(checkpoint)
-                    )
-                write_groups(groups, folder, format=format, max_shard_size=max_shard_size, progress=progress, verb=verb)
+                    carried = carry_over(source if is_folder(source) else source.parent, folder, read)
+                write(groups, folder, stem=stem)
         return TransformReport(
             len(checkpoint),
             tuple(group.name for group in groups if group.is_changed),
