@@ -1,7 +1,10 @@
 """Saving and opening restores values, ties with their geometry, strides, dtypes, schemes and bytes."""
 
+import errno
 import json
 import os
+from functools import partial
+from pathlib import Path
 
 import pytest
 import safetensors.torch
@@ -260,6 +263,44 @@ def test_a_read_only_folder_is_one_error(tmp_path):
     tmp_path.chmod(0o500)
     with pytest.raises(tt.CheckpointError, match="cannot be written"):
         tt.save(build(Tied), tmp_path / "x.safetensors")
+
+
+@pytest.mark.parametrize("name", ["x.safetensors", "x.gguf"])
+def test_a_read_only_file_system_is_one_error(tmp_path, monkeypatch, name):
+    """It refuses also to remove a file that is not there."""
+
+    def refuse(*arguments, **options):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(arguments[0]))
+
+    for module, call in ((os, "open"), (os, "unlink"), (Path, "unlink")):
+        monkeypatch.setattr(module, call, refuse)
+    with pytest.raises(tt.CheckpointError, match=rf"/{name}: cannot be written: Read-only file system"):
+        tt.save(nn.Linear(32, 32), tmp_path / name, format="gguf" if name == "x.gguf" else "native")
+
+
+@pytest.mark.parametrize(
+    ("name", "write"),
+    [
+        ("x.safetensors", tt.save),
+        ("x.gguf", partial(tt.save, format="gguf")),
+        ("x.svg", lambda model, path: tt.storage_map(model).to_svg(path)),
+    ],
+)
+def test_what_is_no_regular_file_is_not_replaced(tmp_path, name, write):
+    """Root's rename would put a file in the place of a device, such as /dev/null."""
+    os.mkfifo(tmp_path / name)
+    model = build(Tied)
+    with pytest.raises(tt.CheckpointError, match=r"x\.\w+: it is a FIFO, not a regular file"):
+        write(model, tmp_path / name)
+    assert (tmp_path / name).is_fifo()
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+def test_a_file_that_would_be_a_folder_is_named(tmp_path):
+    (tmp_path / "model").write_text("mine")
+    with pytest.raises(tt.CheckpointError, match=r"model: it is a file, .* Give a name that ends in \.safetensors"):
+        tt.save(build(Tied), tmp_path / "model")
+    assert (tmp_path / "model").read_text() == "mine"
 
 
 def test_shards_are_named_as_others_name_them(tmp_path):

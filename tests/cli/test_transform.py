@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -24,6 +25,8 @@ from torchtether.files import companions
 from torchtether.formats import bitsandbytes
 from torchtether.progress import Meter
 from torchtether.schemes import NAMED, scheme_from_text, scheme_to_text
+
+GOLDEN = Path(__file__).parents[1] / "golden"
 
 
 class Net(Tied):
@@ -240,6 +243,17 @@ def test_the_format_of_a_file_is_no_tie(tmp_path):
     transform.convert_checkpoint(tmp_path / "x.safetensors", tmp_path / "y.safetensors")
     with tt.open(tmp_path / "y.safetensors") as made:
         assert list(made) == ["pt", "twin"]
+
+
+def test_a_weight_whose_shape_only_the_model_knows_is_refused(tmp_path, capsys):
+    """Quanto's files of 4 bits hold groups: the bias of ``q_proj`` tells its rows, and ``k_proj`` has none."""
+    made = tmp_path / "made"
+    assert main(["convert", str(GOLDEN / "quanto_qint4_bf16"), str(made)]) == 1
+    assert "self_attn.k_proj.weight: quanto does not store its shape" in capsys.readouterr().err
+    assert not made.exists()
+    with tt.open(GOLDEN / "quanto_qint4_bf16") as checkpoint:
+        tensors = {key: tensor for key, tensor in checkpoint.items() if "q_proj" in key}
+    assert tensors["self_attn.q_proj.weight"].shape[:1] == tensors["self_attn.q_proj.bias"].shape
 
 
 def test_a_copy_that_differs_stops_it(tmp_path, capsys):
@@ -516,6 +530,32 @@ def test_every_other_file_comes_along_and_the_rest_is_named(modules, tmp_path, c
     assert "\n  copied: 10 other files\n" in said
     assert "\n  copied weights, unchanged: 2_Dense/model.safetensors\n" in said
     assert said.partition("2_Dense/model.safetensors")[2] == LEFT_OUT
+
+
+@pytest.mark.parametrize(
+    ("names", "made"),
+    [
+        (["diffusion_pytorch_model.safetensors"], "diffusion_pytorch_model.safetensors"),
+        (["diffusion_pytorch_model.fp16.safetensors"], "diffusion_pytorch_model.safetensors"),
+        (["adapter_model.safetensors"], "adapter_model.safetensors"),
+        ([f"diffusion_pytorch_model-0000{i}-of-00002.safetensors" for i in (1, 2)], "diffusion_pytorch_model.safeten"),
+        (["adapter_model.safetensors", "diffusion_pytorch_model.safetensors"], "model.safetensors"),
+        (["consolidated.safetensors"], "model.safetensors"),
+    ],
+)
+def test_diffusers_and_peft_find_the_weights_under_the_names_they_look_for(tmp_path, names, made):
+    source, target = tmp_path / "source", tmp_path / "target"
+    source.mkdir()
+    for name in names:
+        save_file({f"{name}.weight": torch.randn(64, 64)}, source / name)
+    assert main(["convert", str(source), str(target), "--dtype", "bfloat16"]) == 0
+    assert [path.name.startswith(made) for path in target.iterdir()] == [True]
+    assert sorted(tt.open(target)) == sorted(f"{name}.weight" for name in names)
+    sharded = tmp_path / "sharded"
+    assert main(["quantize", str(source), str(sharded), "--scheme", "int8", "--max-shard-size", "3kB"]) == 0
+    stem = made.split(".")[0]
+    assert (sharded / f"{stem}.safetensors.index.json").exists() == (len(names) > 1)
+    assert {path.name.startswith(stem) for path in sharded.iterdir()} == {True}
 
 
 def test_of_a_single_file_nothing_comes_along(modules, tmp_path, capsys):

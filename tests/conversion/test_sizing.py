@@ -236,3 +236,14 @@ def test_a_plan_is_one_that_the_format_can_store(tmp_path, capsys, format, size,
         assert len({made.spec(name).scheme for name in made.entries} - {tt.Plain()}) == schemes
     target.unlink() if target.is_file() else shutil.rmtree(target)
     assert main([*command, str(least)]) == 0  # the smallest size is not too small
+
+
+def test_a_plan_for_gguf_has_8_bits_too(tmp_path):
+    """They are in blocks of 32, while the candidate of every other format is ``int8()``."""
+    from torchtether.cli.main import main
+
+    tt.save({f"l{i}.weight": torch.randn(256, 256) for i in range(3)}, tmp_path / "source")
+    command = ["quantize", str(tmp_path / "source"), str(tmp_path / "made.gguf"), "--format", "gguf"]
+    assert main([*command, "--target-size", str(3 * 256 * 256 * 34 // 32)]) == 0
+    with tt.open(tmp_path / "made.gguf") as made:
+        assert {made.spec(name).scheme for name in made} == {tt.int8(32, scale_dtype=torch.float16)}

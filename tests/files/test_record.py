@@ -244,6 +244,16 @@ def test_each_shard_has_the_checksums_of_its_own_tensors_and_the_index_none(tmp_
     assert "crc32" not in json.loads(index["metadata"][KEY])
 
 
+@pytest.mark.parametrize("absent", [1, 2, 3])
+def test_without_an_index_the_names_of_the_shards_tell_that_one_is_absent(tmp_path, absent):
+    for number in {1, 2, 3} - {absent}:
+        tt.save({f"v{number}": torch.ones(2)}, tmp_path / f"model-{number:05d}-of-00003.safetensors")
+    with pytest.raises(tt.CheckpointError, match=rf"shard model-0000{absent}-of-00003.safetensors does not exist"):
+        tt.open(tmp_path)
+    tt.save({f"v{absent}": torch.ones(2)}, tmp_path / f"model-{absent:05d}-of-00003.safetensors")
+    assert sorted(tt.open(tmp_path)) == ["v1", "v2", "v3"]
+
+
 def test_one_tensor_in_two_shards_is_refused(tmp_path):
     for name in ("a", "b"):
         tt.save({"v": torch.ones(2)}, tmp_path / f"{name}.safetensors")

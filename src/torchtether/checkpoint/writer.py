@@ -30,6 +30,7 @@ from ..files import (
     format_index,
     gguf_packing,
     is_folder,
+    is_taken,
     put_in_place,
     read_beside,
     replacing,
@@ -104,8 +105,11 @@ def write_groups(
     progress: Progress = None,
     verb: str = "save",
     metadata: Pairs | None = None,
+    stem: str = "model",
 ) -> None:
     """Write ``groups`` to ``path``, a ``.safetensors`` file or a folder, in shards if they exceed ``max_shard_size``.
+
+    In a folder, the names of the files begin with ``stem``.
 
     A format with its own kind of file (GGUF) writes one such file, with ``metadata`` in it.
 
@@ -118,7 +122,7 @@ def write_groups(
     if isinstance(format, Contained):
         _write_contained(groups, path, format, metadata, progress, verb)
         return
-    plan = plan_files(groups, path, format, max_shard_size)
+    plan = plan_files(groups, path, format, max_shard_size, stem)
     total = sum(group.nbytes for group in groups)
     with folder_for(plan.folder), ticking(progress, total, verb) as tick, beside(*plan.targets) as written:
         headers = {}
@@ -149,12 +153,16 @@ class FilePlan:
 
 
 def plan_files(
-    groups: Sequence[ShardGroup], path: Path, format: Writable = native, max_shard_size: int | str | None = None
+    groups: Sequence[ShardGroup],
+    path: Path,
+    format: Writable = native,
+    max_shard_size: int | str | None = None,
+    stem: str = "model",
 ) -> FilePlan:
     """Plan the file of each group, and the text files."""
     shards = list(_shards(groups, _limit(max_shard_size)))
     is_folder = path.suffix != SUFFIX
-    folder, stem = (path, "model") if is_folder else (path.parent, path.name.removesuffix(SUFFIX))
+    folder, stem = (path, stem) if is_folder else (path.parent, path.name.removesuffix(SUFFIX))
     is_indexed = len(shards) > 1 or (isinstance(format, Indexed) and format.is_indexed)
     count = len(shards)
     numbers = [f"-{i:05d}-of-{count:05d}" for i in range(1, count + 1)] if is_indexed else [""]
@@ -188,6 +196,9 @@ def check_target(
         raise CheckpointError(
             f"{format.name} does not write GGUF files", name=str(path), fix="Give format='gguf', or another name."
         )
+    if path.suffix != SUFFIX and is_taken(path):
+        fix = "Give a name that ends in .safetensors, or a folder."
+        raise CheckpointError("it is a file, and would be the name of a folder", name=str(path), fix=fix)
     if path.suffix in PICKLED and not is_folder(path):  # nobody would want a new folder of such a name
         raise CheckpointError(
             f"only torch.save writes {path.suffix} files",

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+
+import torch
 
 from .._checks import as_size
 from ..checkpoint.reader import Checkpoint
@@ -22,6 +24,10 @@ TO_PLAN = int8()
 
 _OTHERS = (*(sinq(bits) for bits in (8, 6, 5, 4, 3, 2)), fp8("tensor"), nvfp4())
 """More candidates for a format that stores at most one of the others."""
+
+
+_INSTEAD: Mapping[Scheme, Sequence[Scheme]] = {int8(): (int8(32, scale_dtype=torch.float16),)}
+"""What is tried if a format cannot store a candidate: GGUF has 8 bits in blocks of 32 only, as Q8_0."""
 
 
 def plan_for(
@@ -89,9 +95,11 @@ def _known(format: Writable, name: str, entry: Entry) -> dict[Scheme | None, int
             if scheme is None:
                 known[None] = entry.dtype.itemsize * math.prod(entry.shape)
                 continue
-            scheme = format.variant_of(scheme) if isinstance(format, Variant) else scheme
-            with suppress(SchemeError):
-                known[scheme] = _stored_nbytes(format, name, entry, scheme)
+            for one in (scheme, *_INSTEAD.get(scheme, ())):
+                one = format.variant_of(one) if isinstance(format, Variant) else one
+                with suppress(SchemeError):
+                    known[one] = _stored_nbytes(format, name, entry, one)
+                    break
     return known
 
 

@@ -9,6 +9,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -22,8 +23,8 @@ from ..checkpoint.saver import Aliases
 from ..checkpoint.writer import ShardGroup, check_target, plan_files, write_groups
 from ..conversion.sizing import QuantizePlan
 from ..errors import CheckpointError, SchemeError
-from ..files import HIDDEN, PAIRS, SUFFIX, CarriedOver, Pairs, carry_over, is_folder, local_path, new_folder
-from ..formats import Contained, Entry, ForLinear, Variant, Writable, writable
+from ..files import HIDDEN, PAIRS, SUFFIX, CarriedOver, Pairs, carry_over, is_folder, local_path, new_folder, stem_like
+from ..formats import GUESSED, Contained, Entry, ForLinear, Indexed, Variant, Writable, writable
 from ..geometry.views import View, contiguous_stride
 from ..progress import Progress
 from ..schemes import Plain, Scheme, resolve, scheme_to_text
@@ -140,8 +141,8 @@ def convert_checkpoint(
       appears complete, by one rename. It also gets the other files of a source folder (``files/companions.py`` lists
       the exceptions).
 
-    Raises CheckpointError if ``source`` is damaged, ``target`` exists, the disk refuses, or ``dtype`` cannot apply:
-    8-bit floats without a scale, memory that is shared in two dtypes, numbers too large.
+    Raises CheckpointError if ``source`` is damaged or does not tell a shape, ``target`` exists, the disk refuses, or
+    ``dtype`` cannot apply: 8-bit floats without a scale, memory that is shared in two dtypes, numbers too large.
     """
     if dtype is not None and not (dtype.is_floating_point and dtype.itemsize > 1):
         what = f"{dtype_name(dtype)} is not a float dtype of 16 bits or more"
@@ -208,6 +209,11 @@ def _transform(
     with Checkpoint(source) as checkpoint:
         for name, what in checkpoint.faults.items():
             raise CheckpointError(what, name=f"{source}: {name}")
+        for name, entry in checkpoint.entries.items():
+            if entry.options.get(GUESSED):
+                what = f"{checkpoint.format} does not store its shape, which only the model knows"
+                fix = "Load it into the model with tt.load, and save that with tt.save."
+                raise CheckpointError(what, name=f"{source}: {name}", fix=fix)
         padding = _without_padding(checkpoint)
         groups = groups_of(checkpoint)
         carried = CarriedOver()
@@ -217,12 +223,13 @@ def _transform(
             pairs = _pairs(checkpoint, format) if isinstance(format, Contained) else None
             write_groups(groups, target, format=format, progress=progress, verb=verb, metadata=pairs)
         else:
+            read = _read_files(checkpoint)
+            stem = "model" if isinstance(format, Indexed) else stem_like(read)
+            write = partial(write_groups, format=format, max_shard_size=max_shard_size, progress=progress, verb=verb)
             with new_folder(target) as folder:
                 if is_folder(source) or source.suffix == ".json":
-                    carried = carry_over(
-                        source if is_folder(source) else source.parent, folder, _read_files(checkpoint)
-                    )
-                write_groups(groups, folder, format=format, max_shard_size=max_shard_size, progress=progress, verb=verb)
+                    carried = carry_over(source if is_folder(source) else source.parent, folder, read)
+                write(groups, folder, stem=stem)
         return TransformReport(
             len(checkpoint),
             tuple(group.name for group in groups if group.is_changed),

@@ -1,11 +1,11 @@
 """All access to files: checkpoint formats, indexes of shards, and the record of ties and weights."""
 
 from .batch import Batch, Doubt
-from .companions import CarriedOver, carry_over
+from .companions import CarriedOver, carry_over, stem_like
 from .crew import Scratch
 from .dcp import OPTIMIZER, DcpFile, is_dcp
 from .dtypes import CODES, DTYPES
-from .folder import folder_for, is_folder, new_folder
+from .folder import folder_for, is_folder, is_taken, new_folder
 from .ggml import PACKINGS, Packing
 from .gguf import PAIRS
 from .gguf_writer import Pairs, gguf_packing, write_gguf
@@ -26,6 +26,7 @@ __all__ = [
     "CODES", "DTYPES", "GGUF_SUFFIX", "HEADERS", "HIDDEN", "INDEX_SUFFIX", "KEY", "OPTIMIZER", "PACKINGS", "PAIRS",
     "PICKLED", "STAGED", "SUFFIX", "Batch", "CarriedOver", "Closing", "DcpFile", "Doubt", "FolderChange", "Packing",
     "Pairs", "Record", "Ring", "Scratch", "Store", "Stored", "TensorFile", "allocate", "beside", "carry_over",
-    "check_writable", "folder_for", "format_index", "gguf_packing", "is_dcp", "is_folder", "local_path", "new_folder",
-    "part_key", "put_in_place", "read_beside", "replacing", "scratch", "write_gguf", "write_made",
+    "check_writable", "folder_for", "format_index", "gguf_packing", "is_dcp", "is_folder", "is_taken", "local_path",
+    "new_folder", "part_key", "put_in_place", "read_beside", "replacing", "scratch", "stem_like", "write_gguf",
+    "write_made",
 ]  # fmt: skip

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..errors import CheckpointError
 from .dcp import METADATA
-from .names import SUFFIX
+from .names import SUFFIX, stem_of
 from .opening import SETTINGS, open_file
 
 _SHARDS = (".distcp",)
@@ -20,7 +20,20 @@ _EXPORTS = (".onnx", ".onnx_data", ".h5", ".msgpack", ".tflite", ".ot", ".gguf",
 _FOLDERS = re.compile(r"onnx|openvino|coreml|original|checkpoint-\d+", re.IGNORECASE)
 """Folders with the same weights in other formats, or from earlier in training."""
 
+_STEMS = {"diffusion_pytorch_model", "adapter_model"}
+"""The names of weights that diffusers and PEFT look for in a folder, where others look for ``model``."""
+
 _HIDDEN = "hidden"
+
+
+def stem_like(files: Iterable[str]) -> str:
+    """Return the stem for the weights of a copy of the checkpoint in ``files``: their readers look for one name.
+
+    >>> stem_like(["diffusion_pytorch_model.fp16.safetensors"]), stem_like(["pytorch_model.bin"])
+    ('diffusion_pytorch_model', 'model')
+    """
+    stems = {(stem_of(file) or "").split(".")[0] for file in files}
+    return stems.pop() if len(stems) == 1 and stems <= _STEMS else "model"
 
 
 @dataclass

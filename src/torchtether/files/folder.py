@@ -64,6 +64,11 @@ def new_folder(path: Path) -> Iterator[Path]:
             shutil.rmtree(temporary, ignore_errors=True)
 
 
+def is_taken(path: Path) -> bool:
+    """Return whether there is something else than a folder at ``path``."""
+    return path.exists() and not path.is_dir()
+
+
 def is_folder(path: Path) -> bool:
     """Return whether there is a folder at ``path``."""
     return path.is_dir()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 from ..errors import CheckpointError
@@ -19,6 +20,7 @@ MARK_SUFFIX = ".safetensors.torn"
 
 _STEM_LIMIT = 160  # bytes; with all additions a name stays below 255 bytes, the limit of file systems
 _REST = re.compile(r"(-\d{5,}-of-\d{5,})?\.safetensors(\.index\.json|\.torn)?\Z")
+_SHARD = re.compile(r"(?P<before>.*-)(?P<number>\d{5,})-of-(?P<count>\d{5,})\.safetensors", re.DOTALL)
 _HIDDEN = re.compile(r"\.(?P<target>.+)\.(?P<process>\d{1,9})\.[0-9a-f]{8}\.tmp", re.DOTALL)
 
 
@@ -57,6 +59,19 @@ def parse_hidden(name: str) -> tuple[str, int] | None:
 def mark_of(folder: Path, stem: str) -> Path:
     """Return the path of the mark for the files of ``stem`` in ``folder``."""
     return folder / short(stem + MARK_SUFFIX)
+
+
+def check_every_shard(folder: Path, names: Iterable[str]) -> None:
+    """Raise CheckpointError if ``names``, shards in ``folder`` that no index lists, count more than there are."""
+    numbers: dict[tuple[str, str], set[int]] = {}
+    for name in names:
+        if found := _SHARD.fullmatch(name):
+            numbers.setdefault((found["before"], found["count"]), set()).add(int(found["number"]))
+    for (before, count), some in numbers.items():
+        if len(some) < int(count):
+            absent = next(number for number in range(1, int(count) + 1) if number not in some)
+            what = f"the shard {before}{absent:0{len(count)}}-of-{count}{SUFFIX} does not exist"
+            raise CheckpointError(what, name=str(folder), fix="Fetch every shard.")
 
 
 def check_whole(folder: Path, stem: str | None = None) -> None:

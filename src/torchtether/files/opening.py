@@ -38,11 +38,19 @@ def open_file(path: Path | str) -> int:
     Opening a FIFO does not wait for a writer.
     """
     descriptor = os.open(path, _FLAGS)
-    kind = stat.S_IFMT(os.fstat(descriptor).st_mode)
-    if kind != stat.S_IFREG:
+    try:
+        check_regular(path, os.fstat(descriptor))
+    except CheckpointError:
         os.close(descriptor)
-        raise CheckpointError(f"it is {_KINDS.get(kind, 'a special file')}, not a regular file", name=str(path))
+        raise
     return descriptor
+
+
+def check_regular(path: Path | str, found: os.stat_result) -> None:
+    """Raise CheckpointError unless ``found``, what the system says about ``path``, is a regular file's."""
+    kind = stat.S_IFMT(found.st_mode)
+    if kind != stat.S_IFREG:
+        raise CheckpointError(f"it is {_KINDS.get(kind, 'a special file')}, not a regular file", name=str(path))
 
 
 def read_file(path: Path | str, limit: int) -> bytes:

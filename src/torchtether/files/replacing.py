@@ -39,7 +39,7 @@ from ..errors import CheckpointError
 from .leftovers import remove_leftovers
 from .locks import hold, locked
 from .names import INDEX_SUFFIX, SUFFIX, mark_of, name_beside, short, stem_of
-from .opening import BESIDE, SETTINGS
+from .opening import BESIDE, SETTINGS, check_regular
 from .writer import write_bytes
 
 _MARK = b"A save that exchanges the files here has not ended. Save again.\n"
@@ -78,7 +78,8 @@ class Beside:
         for file in self.files:
             file.close()
         for temporary, _ in self.pairs:
-            temporary.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # a read-only file system refuses even if there is nothing to remove
+                temporary.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
@@ -96,6 +97,8 @@ def beside(*paths: Path) -> Iterator[Beside]:
             for path, target in zip(paths, targets, strict=True):
                 if target.is_dir():
                     raise CheckpointError("it is a folder", name=str(target), fix="Give the name of a file.")
+                with contextlib.suppress(FileNotFoundError):  # root's rename would remove a device from the machine
+                    check_regular(path, path.stat())
                 temporary = name_beside(target)
                 made.pairs.append((temporary, path))  # before the file exists: an interrupt may come in between
                 made.files.append(_create(temporary, target))

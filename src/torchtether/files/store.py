@@ -20,7 +20,7 @@ from .header import Header, Stored
 from .hub import local_path
 from .index import GGUF_SUFFIX, PICKLED, Index, read_index, with_shards
 from .memory import allocate_each
-from .names import INDEX_SUFFIX, SUFFIX, check_whole, stem_of
+from .names import INDEX_SUFFIX, SUFFIX, check_every_shard, check_whole, stem_of
 from .opening import Closing, read_beside
 from .pickled import PickledFile
 from .reader import TensorFile, begins_with
@@ -297,8 +297,11 @@ def _find_in_folder(folder: Path) -> tuple[tuple[Path, ...], Index | None]:
     if indexes:
         index = read_index(indexes[0])
         return index.files, index
+    if single in files:
+        return (single,), None
     if files:
-        return (single,) if single in files else tuple(files), None
+        check_every_shard(folder, (file.name for file in files))
+        return tuple(files), None
     others = _visible(folder, GGUF_SUFFIX)
     if len(others) > 1:  # usually one model in several quantized types
         names = ", ".join(file.name for file in others)

@@ -12,6 +12,7 @@ from ..errors import ArgumentError, CheckpointError
 from ..geometry.views import Shape, contiguous_stride
 from . import native
 from .entry import (
+    GUESSED,
     NOTHING,
     Contained,
     Contents,
@@ -154,6 +155,7 @@ def with_quantization(config: Mapping[str, Any], written: Mapping[str, Any]) -> 
 
 __all__ = [
     "FORMATS",
+    "GUESSED",
     "PLAIN",
     "WRITABLE",
     "ForLinear",

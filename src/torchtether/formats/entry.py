@@ -27,6 +27,9 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 FLOAT8 = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 """The element type of each dtype of float8 codes."""
 
+GUESSED = "is_shape_guessed"
+"""The option of an entry whose shape no file tells, only the model that it is loaded into; see ``Format.fit``."""
+
 Wanted = tuple[tuple[torch.dtype, ...], Shape]
 """The allowed dtypes and the shape of a stored tensor."""
 

@@ -24,7 +24,7 @@ from ..errors import CheckpointError
 from ..geometry.views import Shape
 from ..schemes import Affine, ScaledFloat, Scheme
 from ..schemes.biased import Biased
-from .entry import FLOAT8, FLOATS, Contents, Entry, Evidence, Found, check_dtype, expect, spec_of
+from .entry import FLOAT8, FLOATS, GUESSED, Contents, Entry, Evidence, Found, check_dtype, expect, spec_of
 from .words import split_fields
 
 name = "quanto"
@@ -81,7 +81,7 @@ def fit(entry: Entry, shape: Shape) -> Entry | None:
     group = entry.options["group_size"]
     if math.prod(shape) != math.prod(spec.shape) or not _are_rows(shape[-1], group, spec.scheme.bits):
         return None
-    return Entry.of(entry.keys, spec_of(shape, spec.dtype, spec.scheme, name=entry.keys["packed"]), **entry.options)
+    return Entry.of(entry.keys, spec_of(shape, spec.dtype, spec.scheme, name=entry.keys["packed"]), group_size=group)
 
 
 def _are_rows(columns: int, group: int, bits: int) -> bool:
@@ -154,9 +154,9 @@ def _packed(contents: Contents, owner: str, keys: Mapping[str, str], qtype: str 
         raise CheckpointError(f"its {packed.shape[0]} rows of bytes are not {groups} groups {kinds}")
     group_size = packed.shape[1]
     bias = tensors.get(f"{owner.rpartition('.')[0]}.bias")
-    rows = bias.shape[0] if bias is not None and len(bias.shape) == 1 and bias.shape[0] else groups
-    if groups % rows or not _are_rows(groups // rows * group_size, group_size, bits[0]):
-        rows = groups
+    rows = bias.shape[0] if bias is not None and len(bias.shape) == 1 else 0
+    is_known = bool(rows) and groups % rows == 0 and _are_rows(groups // rows * group_size, group_size, bits[0])
+    rows = rows if is_known else groups
     scheme = Biased(bits[0], (1, group_size), scale.dtype, scale.dtype)
     spec = spec_of((rows, groups // rows * group_size), scale.dtype, scheme, name=owner)
-    return Entry.of(dict(keys), spec, group_size=group_size)
+    return Entry.of(dict(keys), spec, group_size=group_size, **{GUESSED: not is_known})
