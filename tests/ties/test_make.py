@@ -89,6 +89,32 @@ def test_untie_a_weight_drops_its_record():
     assert isinstance(model["head"].weight, tt.Weight)
 
 
+@pytest.mark.parametrize("name", ["head.weight", "emb.weight"])
+@pytest.mark.parametrize("scheme", [tt.int8(), tt.Plain()], ids=str)
+def test_untie_makes_a_model_whose_head_was_replaced_fit_to_be_saved(name, scheme, tmp_path):
+    model = two_way()
+    tt.quantize(model, {"emb.weight": scheme})
+    model.head = nn.Linear(model.head.in_features, model.head.out_features, bias=False)
+    with pytest.raises(tt.TieError, match=r"head.weight: its record says that it is tied to emb.weight.*tt\.untie"):
+        tt.save(model, tmp_path / "x")
+    values = model.head.weight.detach().clone()
+    untie(model, name)
+    check_ties(model)
+    tt.save(model, tmp_path / "x")
+    assert torch.equal(tt.open(tmp_path / "x")["head.weight"], values)
+
+
+def test_untie_leaves_the_others_of_a_record_tied():
+    model = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(3))
+    model[1].weight = model[2].weight = model[0].weight
+    tt.quantize(model, {"0.weight": tt.int8()})
+    for name, rest in (("2.weight", ("0.weight", "1.weight")), ("0.weight", None)):
+        model.get_submodule(name[0]).weight = nn.Parameter(torch.randn(4, 4))
+        untie(model, name)
+        check_ties(model)
+        assert [tie.names for tie in recorded_ties(model)] == ([rest] if rest else [])
+
+
 def test_tie_keeps_the_records():
     model = _wrapped(two_way(), "emb.weight")
     model["head"].weight = model["emb"].weight

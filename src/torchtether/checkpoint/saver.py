@@ -280,12 +280,12 @@ def _recorded(named: Mapping[str, Tensor], components: tuple[Component, ...]) ->
         tie = tensor.tie if isinstance(tensor, Weight) else None
         if tie is None or tie.owner not in named or tie.owner in found or len(home[tie.owner].names) > 1:
             continue
-        kept = [i for i, name in enumerate(tie.names) if name in named and len(home[name].names) == 1]
-        if len(kept) < 2:
+        kept = tie.among([name for name in tie.names if name in named and len(home[name].names) == 1])
+        if kept is None:
             continue
-        for i in kept[1:]:
-            _check_still(tie.owner, named[tie.owner], tie.names[i], named[tie.names[i]], tie.views[i])
-        found[tie.owner] = Tie(*(tuple(values[i] for i in kept) for values in (tie.names, tie.views, tie.objects)))  # type: ignore[arg-type]
+        for name, view in zip(kept.aliases, kept.views[1:], strict=True):
+            _check_still(tie.owner, named[tie.owner], name, named[name], view)
+        found[tie.owner] = kept
     return list(found.values())
 
 

@@ -78,6 +78,21 @@ def record_ties(model: nn.Module, names: Iterable[str] | None = None) -> None:
                     member.tensor._spec = member.tensor.spec.replace(tie=tie_of(component))
 
 
+def forget_ties(model: nn.Module, name: str) -> None:
+    """Remove ``name`` from the records of all Weights that are not tied to it: it was replaced since.
+
+    Records in which a Weight has another name than here are left alone, because their ``name`` is another tensor.
+    """
+    for component in find_components(model):
+        for names, held, *_ in component.members if name not in component.names else ():
+            if not isinstance(held, Weight) or held.tie is None:
+                continue
+            recorded = set(held.tie.names)
+            if name in recorded and not recorded.isdisjoint(names):
+                rest = held.tie.among(recorded - {name})
+                held._spec = held.spec.replace(tie=rest or tie_of(component))
+
+
 def check_ties(model: nn.Module, expected: Iterable[Tie] | None = None) -> None:
     """Raise TieError unless the live ties are those of ``expected``, or of the records that Weights carry.
 
