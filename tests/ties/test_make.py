@@ -223,6 +223,24 @@ def test_a_module_around_or_inside_may_have_other_names():
         check_ties(model)
 
 
+@pytest.mark.parametrize("layers", [(1, 3), (1, 2), (2, 3, 5)], ids=str)
+@pytest.mark.parametrize("scheme", [tt.int8(), tt.Plain()], ids=str)
+def test_layers_that_follow_a_deleted_one_have_new_names(layers, scheme, tmp_path):
+    """The names of the record exist, and are those of other layers."""
+    model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(6)))
+    for i in layers:
+        model[i].weight = model[layers[0]].weight
+    tt.quantize(model, {"*": scheme})
+    del model[0]
+    check_ties(model)
+    tt.save(model, tmp_path / "x")
+    names = tuple(f"{i - 1}.weight" for i in layers)
+    with tt.open(tmp_path / "x") as stored:
+        assert [tie.names for tie in stored.ties] == [names]
+        for name, value in model.state_dict().items():
+            assert torch.equal(stored[name].dequantize(), value.dequantize())
+
+
 def test_an_alias_that_the_record_does_not_know():
     model = _wrapped(two_way(), "emb.weight")
     model["head"].weight = model["emb"].weight
