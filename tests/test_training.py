@@ -352,6 +352,16 @@ def test_an_update_goes_to_the_master_and_its_codes_follow(scheme):
     assert torch.equal(weight.dequantize(), tt.Weight.encode(values, scheme).dequantize())
 
 
+@pytest.mark.parametrize("master", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("way", [{"foreach": False}, {"foreach": True}, {"fused": True}], ids=str)
+def test_a_step_in_float64_goes_to_a_smaller_master(master, way):
+    layer = tt.quantize(torch.nn.Linear(64, 8).double(), "int8", master=master)
+    before = layer.weight.parts["master"].clone()
+    layer(torch.ones(1, 64, dtype=torch.float64)).sum().backward()
+    torch.optim.AdamW(layer.parameters(), lr=0.1, weight_decay=0, **way).step()
+    torch.testing.assert_close(before - layer.weight.parts["master"], torch.full_like(before, 0.1), rtol=0, atol=0.005)
+
+
 def test_the_master_keeps_its_dtype_and_its_bits():
     weight, values = _mastered(tt.int8())
     layer = torch.nn.Linear(64, 8, bias=False)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from tests.conversion.models import KINDS, OPTIMIZERS, kept, rig, snapshot, tensors_of
-from torchtether import ConversionError, OptimizerError, TieError, Weight, quantize
+from torchtether import ConversionError, OptimizerError, TieError, Weight, int8, quantize
 from torchtether.exchange.scope import swapping
 from torchtether.ties.records import find_ties
 
@@ -211,6 +211,23 @@ def test_a_buffer_that_is_replaced_on_purpose_stays_replaced():
         model.double()
         model.running_mean = wider
     assert model.running_mean is wider
+
+
+@pytest.mark.parametrize("scheme", [None, int8()])
+def test_a_parameter_that_is_only_a_buffer_is_converted(scheme):
+    """``tt.untie`` makes one of a buffer that ``tt.tie`` had made the parameter itself."""
+    model, values = nn.Linear(64, 4), torch.randn(4, 64)
+    table = nn.Parameter(values if scheme is None else Weight.encode(values, scheme))
+    model.register_buffer("table", table)
+    before = kept(model)
+    with swapping(model):
+        model.double()
+        assert model.table.dtype == torch.float64
+        model.table.sum().backward()
+        model.bfloat16()
+    assert {tensor.dtype for tensor in (model.weight, table, table.grad)} == {torch.bfloat16}
+    table.grad = None
+    assert kept(model) == before
 
 
 def test_nested_scopes_and_our_own_verbs_inside():

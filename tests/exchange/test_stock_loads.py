@@ -284,3 +284,21 @@ def test_a_repeated_half_is_not_the_whole():
         model.load_state_dict({"twice": torch.full((2, 4), 9.0)}, assign=True, strict=False)
     assert model.weight.tolist() == [9, 9, 9, 9, 4, 5, 6, 7]
     assert find_ties(model)
+
+
+def windows(*starts):
+    """A model of windows of 8 rows over one table, of which no parameter is the whole."""
+    table, model = torch.arange(64.0).view(16, 4), nn.Module()
+    for start in starts:
+        model.register_parameter(f"from{start}", nn.Parameter(table[start : start + 8]))
+    return model
+
+
+@assigns
+@pytest.mark.parametrize("rows", [8, 16])
+def test_rows_that_no_state_dict_has_are_missing(assign, rows):
+    """They are not read from what lies behind the owner's tensor."""
+    model = windows(0, 4)
+    given = {"from0": torch.full((rows, 4), 9.0)[:8]}
+    with swapping(model), pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "from4"'):
+        model.load_state_dict(given, assign=assign)

@@ -399,6 +399,20 @@ def test_a_tie_of_the_file_that_the_model_lacks(tmp_path, flat):
 
 
 @pytest.mark.parametrize("meta", [True, False])
+def test_rows_that_no_stored_name_has_are_missing(tmp_path, meta):
+    table, model = torch.arange(64.0).view(16, 4), nn.Module()
+    model.low, model.high = nn.Parameter(table[:8]), nn.Parameter(table[4:12])
+    safetensors.torch.save_file({"low": torch.ones(8, 4)}, tmp_path / "x.safetensors")
+    if meta:
+        with tt.swapping(model):
+            model.to_empty(device="meta")
+    with pytest.raises(tt.LoadError, match="high"):
+        tt.load(model, tmp_path / "x.safetensors", device="cpu")
+    with pytest.raises(tt.LoadError, match="high"):
+        tt.refit(model, {"low": torch.ones(8, 4)})
+
+
+@pytest.mark.parametrize("meta", [True, False])
 def test_views_that_are_stored_apart_fill_one_memory(tmp_path, meta):
     source = build(Fused)
     state = {name: tensor.clone() for name, tensor in source.state_dict().items()}

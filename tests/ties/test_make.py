@@ -89,6 +89,32 @@ def test_untie_a_weight_drops_its_record():
     assert isinstance(model["head"].weight, tt.Weight)
 
 
+@pytest.mark.parametrize("name", ["head.weight", "emb.weight"])
+@pytest.mark.parametrize("scheme", [tt.int8(), tt.Plain()], ids=str)
+def test_untie_makes_a_model_whose_head_was_replaced_fit_to_be_saved(name, scheme, tmp_path):
+    model = two_way()
+    tt.quantize(model, {"emb.weight": scheme})
+    model.head = nn.Linear(model.head.in_features, model.head.out_features, bias=False)
+    with pytest.raises(tt.TieError, match=r"head.weight: its record says that it is tied to emb.weight.*tt\.untie"):
+        tt.save(model, tmp_path / "x")
+    values = model.head.weight.detach().clone()
+    untie(model, name)
+    check_ties(model)
+    tt.save(model, tmp_path / "x")
+    assert torch.equal(tt.open(tmp_path / "x")["head.weight"], values)
+
+
+def test_untie_leaves_the_others_of_a_record_tied():
+    model = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(3))
+    model[1].weight = model[2].weight = model[0].weight
+    tt.quantize(model, {"0.weight": tt.int8()})
+    for name, rest in (("2.weight", ("0.weight", "1.weight")), ("0.weight", None)):
+        model.get_submodule(name[0]).weight = nn.Parameter(torch.randn(4, 4))
+        untie(model, name)
+        check_ties(model)
+        assert [tie.names for tie in recorded_ties(model)] == ([rest] if rest else [])
+
+
 def test_tie_keeps_the_records():
     model = _wrapped(two_way(), "emb.weight")
     model["head"].weight = model["emb"].weight
@@ -195,6 +221,24 @@ def test_a_module_around_or_inside_may_have_other_names():
     model["head"].weight = nn.Parameter(model["head"].weight.detach().clone())
     with pytest.raises(tt.TieError, match=r"^inner\.emb\.weight: is not in the model, but in a tie record"):
         check_ties(model)
+
+
+@pytest.mark.parametrize("layers", [(1, 3), (1, 2), (2, 3, 5)], ids=str)
+@pytest.mark.parametrize("scheme", [tt.int8(), tt.Plain()], ids=str)
+def test_layers_that_follow_a_deleted_one_have_new_names(layers, scheme, tmp_path):
+    """The names of the record exist, and are those of other layers."""
+    model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(6)))
+    for i in layers:
+        model[i].weight = model[layers[0]].weight
+    tt.quantize(model, {"*": scheme})
+    del model[0]
+    check_ties(model)
+    tt.save(model, tmp_path / "x")
+    names = tuple(f"{i - 1}.weight" for i in layers)
+    with tt.open(tmp_path / "x") as stored:
+        assert [tie.names for tie in stored.ties] == [names]
+        for name, value in model.state_dict().items():
+            assert torch.equal(stored[name].dequantize(), value.dequantize())
 
 
 def test_an_alias_that_the_record_does_not_know():

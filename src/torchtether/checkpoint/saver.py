@@ -272,20 +272,23 @@ def _span(component: Component) -> Tensor:
 def _recorded(named: Mapping[str, Tensor], components: tuple[Component, ...]) -> list[Tie]:
     """Return recorded ties of Weights that no longer share memory: a state dict was moved tensor by tensor.
 
-    A recorded tie is used if its tensors are still equal. Raises TieError if they differ.
+    A recorded tie is used if its tensors are still equal. Raises TieError if they differ. A record that lacks the name
+    of its own Weight is left out: a layer before it was deleted, and its names are those of others now.
     """
     home = {name: component for component in components for name in component.names}
     found: dict[str, Tie] = {}
-    for tensor in named.values():
+    for own, tensor in named.items():
         tie = tensor.tie if isinstance(tensor, Weight) else None
-        if tie is None or tie.owner not in named or tie.owner in found or len(home[tie.owner].names) > 1:
+        if tie is None or own not in tie.names or tie.owner not in named or tie.owner in found:
             continue
-        kept = [i for i, name in enumerate(tie.names) if name in named and len(home[name].names) == 1]
-        if len(kept) < 2:
+        if len(home[tie.owner].names) > 1:
             continue
-        for i in kept[1:]:
-            _check_still(tie.owner, named[tie.owner], tie.names[i], named[tie.names[i]], tie.views[i])
-        found[tie.owner] = Tie(*(tuple(values[i] for i in kept) for values in (tie.names, tie.views, tie.objects)))  # type: ignore[arg-type]
+        kept = tie.among([name for name in tie.names if name in named and len(home[name].names) == 1])
+        if kept is None:
+            continue
+        for name, view in zip(kept.aliases, kept.views[1:], strict=True):
+            _check_still(tie.owner, named[tie.owner], name, named[name], view)
+        found[tie.owner] = kept
     return list(found.values())
 
 

@@ -377,7 +377,7 @@ def fill_aliases(module: nn.Module, state_dict: dict[str, Any], prefix: str, *ot
             twins = [n for n, other in zip(tie.names, tie.views, strict=True) if other == view and n in present]
             if twins:
                 state_dict[prefix + alias] = state_dict[prefix + twins[0]]
-            elif view is not None and tie.owner in present:
+            elif view is not None and tie.owner in present and view.lies_in(component.member(tie.owner).view):
                 given, held = state_dict[prefix + tie.owner], tensors[tie.owner]
                 order = order_of(view, held) if isinstance(given, Weight) else None
                 if order is not None and given.stride() == held.stride():

@@ -132,11 +132,13 @@ class StockCall:
     def convert(self, module: nn.Module, function: Callable[[Tensor], Tensor]) -> bool:
         """Convert the parameters and buffers of ``module`` itself by ``function``, as ``_apply`` does.
 
-        Each parameter is exchanged once; buffers become new objects, as in torch, until the end of the call.
+        Each parameter is exchanged once, also one that is registered as a buffer; other buffers become new objects, as
+        in torch, until the end of the call.
         Return False and do nothing if torch must convert a parameter itself: one of another class, or one that is new
         since the call began.
         """
         parameters = [parameter for parameter in parameters_of(module).values() if parameter is not None]
+        parameters += [buffer for buffer in buffers_of(module).values() if isinstance(buffer, nn.Parameter)]
         for parameter in parameters:
             if not _is_ours(parameter) or id(parameter) not in self._tensors:
                 return False
@@ -148,7 +150,7 @@ class StockCall:
                     except TetherError as error:
                         raise self.named(error, parameter) from None
         for key, buffer in buffers_of(module).items():
-            if buffer is not None:
+            if buffer is not None and not isinstance(buffer, nn.Parameter):
                 buffers_of(module)[key] = function(buffer)
         return True
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -73,6 +74,18 @@ class View:
     def overlaps_itself(self) -> bool:
         """Return whether two of its elements may share memory; see the function of the same name."""
         return overlaps_itself(self.size, self.stride)
+
+    def lies_in(self, owner: View) -> bool:
+        """Return whether every byte of the view is one of ``owner``, which is dense; ``offset`` starts at its first.
+
+        >>> import torch
+        >>> owner = View(torch.float32, (2, 3), (3, 1))
+        >>> View(torch.float32, (3,), (1,), 3).lies_in(owner), View(torch.float32, (3,), (1,), 4).lies_in(owner)
+        (True, False)
+        """
+        count = math.prod(owner.size)
+        reach = (self.offset + extent(self.size, self.stride)) * self.dtype.itemsize
+        return extent(owner.size, owner.stride) == count and reach <= count * owner.dtype.itemsize
 
     def to_json(self) -> dict[str, Any]:
         """Return the view as JSON values, which ``from_json`` reads."""

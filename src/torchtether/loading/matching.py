@@ -256,12 +256,12 @@ def _disagree(draft: Draft, owner: str, name: str) -> None:
 
 
 def _is_as_recorded(draft: Draft, component: Component, sources: list[Source], owner: str) -> bool:
-    """Return whether the file records the same view as the model for every name."""
-    given, tie = draft.given, draft.targets.ties[id(component)]
-    if owner not in given:
+    """Return whether the file records the same view as the model for every name, all of them over the owner alone."""
+    given, tie, held = draft.given, draft.targets.ties[id(component)], component.member(owner).view
+    if owner not in given or not all(view is None or view.lies_in(held) for view in tie.views):
         return False
     home, whole = given.find(owner)
-    if whole is not None or (any(tie.views) and given.spec(owner).stride != component.member(owner).view.stride):
+    if whole is not None or (any(tie.views) and given.spec(owner).stride != held.stride):
         return False
     for source in sources:
         place, view = given.find(source.name)

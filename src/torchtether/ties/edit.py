@@ -10,7 +10,7 @@ from ..torch_private.fsdp2 import fsdp2_states
 from ..torch_private.modules import buffers_of, parameters_of
 from .components import find_components
 from .names import check_known, is_sharded, named_tensors
-from .records import how_to_tie, record_ties
+from .records import forget_ties, how_to_tie, record_ties
 
 
 def tie(model: nn.Module, owner: str, alias: str, *, transpose: bool = False, rows: slice | None = None) -> None:
@@ -75,8 +75,8 @@ def _view_for(owner: str, given: Tensor, transpose: bool, rows: slice | None) ->
 def untie(model: nn.Module, name: str) -> None:
     """Make ``name`` a tensor of its own, with equal values; the tensors that it was tied to do not change.
 
-    An optimizer that was built before does not hold the new parameter: untie first.  Does nothing for a name that is
-    not tied.
+    An optimizer that was built before does not hold the new parameter: untie first.  For a name that is not tied, as
+    after its module was replaced, only the records of Weights change that still tie it.
 
     Raises:
         TieError: there is no such name, or its module itself is registered twice.
@@ -91,17 +91,17 @@ def untie(model: nn.Module, name: str) -> None:
     tensors = named_tensors(model)
     check_known(name, tensors)
     before = _component_names(model, name)
-    if len(before) == 1:
-        return
-    held = tensors[name]
-    _check_unmanaged(model, name, held)
-    made = held.detach().clone()
-    if isinstance(held, nn.Parameter):
-        made = nn.Parameter(made, requires_grad=held.requires_grad)
-    else:
-        made.requires_grad_(held.requires_grad)
-    _register(model, name, made)
+    if len(before) > 1:
+        held = tensors[name]
+        _check_unmanaged(model, name, held)
+        made = held.detach().clone()
+        if isinstance(held, nn.Parameter):
+            made = nn.Parameter(made, requires_grad=held.requires_grad)
+        else:
+            made.requires_grad_(held.requires_grad)
+        _register(model, name, made)
     record_ties(model, before)
+    forget_ties(model, name)
 
 
 def _component_names(model: nn.Module, name: str) -> tuple[str, ...]:

@@ -43,15 +43,15 @@ def find_ties(model: nn.Module) -> tuple[Tie, ...]:
 def recorded_ties(model: nn.Module) -> tuple[Tie, ...]:
     """Return the ties that the model's Weights carry, each once, in module order.
 
-    A record that has the names of another module, around this one or inside it, is left out while its tie is live: the
-    Weights that carry it are one live tie of as many names.
+    A record that has other names, those of a module around this one or inside it, or of before a layer was deleted, is
+    left out while its tie is live: the Weights that carry it are one live tie of as many names.
     """
     tensors, carried = named_tensors(model), dict[Tie, list[str]]()
     for name, tensor in tensors.items():
         held = local_or_itself(tensor)  # a shard carries the record, too
         if isinstance(held, Weight) and held.tie is not None:
             carried.setdefault(held.tie, []).append(name)
-    renamed = [tie for tie, names in carried.items() if not tensors.keys() >= set(tie.names)]
+    renamed = [tie for tie, names in carried.items() if set(names) != set(tie.names)]
     live = {frozenset(component.names) for component in shared_components(model)} if renamed else set()
     for tie in renamed:
         if len(carried[tie]) == len(tie.names) and frozenset(carried[tie]) in live:
@@ -78,11 +78,26 @@ def record_ties(model: nn.Module, names: Iterable[str] | None = None) -> None:
                     member.tensor._spec = member.tensor.spec.replace(tie=tie_of(component))
 
 
+def forget_ties(model: nn.Module, name: str) -> None:
+    """Remove ``name`` from the records of all Weights that are not tied to it: it was replaced since.
+
+    Records in which a Weight has another name than here are left alone, because their ``name`` is another tensor.
+    """
+    for component in find_components(model):
+        for names, held, *_ in component.members if name not in component.names else ():
+            if not isinstance(held, Weight) or held.tie is None:
+                continue
+            recorded = set(held.tie.names)
+            if name in recorded and not recorded.isdisjoint(names):
+                rest = held.tie.among(recorded - {name})
+                held._spec = held.spec.replace(tie=rest or tie_of(component))
+
+
 def check_ties(model: nn.Module, expected: Iterable[Tie] | None = None) -> None:
     """Raise TieError unless the live ties are those of ``expected``, or of the records that Weights carry.
 
-    With ``expected`` every other live tie is an error. Records are compared for the names in them only; one with names
-    of another module, around this one or inside it, passes while its Weights are one live tie.
+    With ``expected`` every other live tie is an error. Records are compared for the names in them only; one with other
+    names than its Weights have, as after a layer was deleted, passes while these are one live tie.
 
     Raises:
         TieError: the tie of a tensor, the first of which it names, is gone, new, or has another geometry.

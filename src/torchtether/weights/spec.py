@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,6 +67,15 @@ class Tie:
     def aliases(self) -> tuple[str, ...]:
         """Return every name but the owner's."""
         return self.names[1:]
+
+    def among(self, names: Collection[str]) -> Tie | None:
+        """Return the tie of those names that are in ``names``; ``None`` if the owner is not, or no alias.
+
+        >>> Tie(("emb.weight", "head.weight", "out.weight")).among({"emb.weight", "out.weight"}).aliases
+        ('out.weight',)
+        """
+        kept = [each for each in zip(self.names, self.views, self.objects, strict=True) if each[0] in names]
+        return Tie(*zip(*kept, strict=True)) if len(kept) > 1 and self.owner in names else None
 
     def __str__(self) -> str:
         words = [self.owner]

@@ -84,7 +84,8 @@ def _write_in_float32(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *,
         made = tensor
         if isinstance(tensor, Weight) and not tensor.scheme.transparent:
             spec, master = tensor.spec, _master(tensor) if id(tensor) in written else None
-            dtype = torch.promote_types(spec.dtype if master is None else master.dtype, torch.float32)
+            dtype = torch.promote_types(spec.dtype, torch.float32)  # that of grads and state, as fused ops need
+            dtype = dtype if master is None else torch.promote_types(dtype, master.dtype)
             decoded = decoding.values(tensor.scheme, tensor.parts, spec.base, dtype) if master is None else master
             made = decoded.to(dtype, copy=decoded is master).permute(spec.order)
         else:
