@@ -1,10 +1,16 @@
 """Codebook: the laws over its fields, nested scales, and tables in any order."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import torchtether
 from tests.schemes import laws
 from tests.strategies import examples
 from torchtether.errors import RuleError, SchemeError
@@ -35,6 +41,14 @@ every_scheme = pytest.mark.parametrize(
     laws.slow_if_searching(SCHEMES),
     ids=lambda s: f"{len(s.table)}-{s.block_size}{'-rows' * (not s.flat)}{'-nested' * s.nested}-{s.fit}",
 )
+
+
+def test_tables_are_the_same_on_older_processors():
+    code = "from torchtether.schemes.tables import *; print(DYNAMIC, FP4, NF4)"
+    paths = str(Path(torchtether.__file__).parents[1])
+    environment = {**os.environ, "PYTHONPATH": paths, "ATEN_CPU_CAPABILITY": "default"}
+    printed = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert printed.stdout.strip() == f"{DYNAMIC} {FP4} {NF4}"
 
 
 @every_scheme
