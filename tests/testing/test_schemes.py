@@ -239,6 +239,27 @@ def test_parts_that_depend_on_the_values_are_refused():
         tt.Weight.encode(torch.full((2, 4), 200.0), _Values())
 
 
+@dataclass(frozen=True)
+class _Computes(Whole):
+    """Its scale has the compute dtype, and no ``convert`` casts it."""
+
+    kind: ClassVar[str] = "test-computes"
+
+    def layout(self, shape):
+        made = super().layout(shape)
+        return {**made, "scale": made["scale"]._replace(dtype=None)}
+
+    def encode(self, values):
+        made = super().encode(values)
+        return {**made, "scale": made["scale"].to(values.dtype)}
+
+
+def test_a_part_that_keeps_its_dtype_where_layout_changes_it_is_found():
+    report = check_scheme(_Computes())
+    assert [result.law for result in report.failed] == ["dtype"]
+    assert "leaves scale in torch.float32, layout has torch.bfloat16" in report.failed[0].what
+
+
 def test_a_scheme_may_be_choosy_about_shapes():
     report = check_scheme(_Fours()).check()
     assert [result.law for result in report.passed].count("rows") == 1

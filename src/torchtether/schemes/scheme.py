@@ -31,7 +31,7 @@ class Part(NamedTuple):
     """Describe one part of a Weight without its data; ``Scheme.layout`` returns one for each part.
 
     ``shape``  the shape of the part
-    ``dtype``  its dtype; ``None`` where it is the compute dtype of the Weight
+    ``dtype``  its dtype; ``None`` where it is the compute dtype of the Weight, to which ``convert`` must cast the part
     ``span``   the number of elements of the Weight, in row-major order, that one entry along dim 0 of the part covers;
                0 if every row of the Weight needs the whole part. Cutting and joining rows needs nothing else
 
