@@ -146,6 +146,7 @@ def _kind(**methods):
         (lambda: _kind(numbers=("qdata",))(), "numbers must be a tuple of names"),
         (lambda: _kind(fit=lambda self, x: x.amax(-1))().encode(torch.ones(2, 4)), "fit gives a Tensor, for values"),
         (lambda: _kind(fit=lambda self, x: {"scale": x.amax(-1, keepdim=True)})().encode(torch.ones(2, 4)), "keepdim"),
+        (lambda: _kind(fit=lambda self, x: {"scale": 1.0})().encode(torch.ones(2, 4)), "{'scale': 'a float'}"),
         (lambda: _kind(fit=lambda self, x: {"step": x.amax(-1)})().encode(torch.ones(2, 4)), "fit gives {'step'"),
         (
             lambda: _kind(fit=lambda self, x: {"scale": x.amax(-1) * math.nan})().encode(torch.ones(2, 4)),

@@ -207,7 +207,9 @@ class BlockScheme(Blocked):
         found = self.fit(x)
         shape = tuple(x.shape[:-1])
         wanted = dict.fromkeys(self.numbers, shape)
-        given = {name: tuple(one.shape) for name, one in found.items()} if isinstance(found, dict) else describe(found)
+        given: object = describe(found)
+        if isinstance(found, dict):
+            given = {n: tuple(one.shape) if isinstance(one, Tensor) else describe(one) for n, one in found.items()}
         if given != wanted:
             raise SchemeError(
                 f"fit gives {given}, for values of shape {tuple(x.shape)} it must give {wanted}",
