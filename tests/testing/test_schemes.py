@@ -196,6 +196,15 @@ def test_every_law_is_known():
     assert set(BROKEN) | {"rows"} == {law.id for law in LAWS}
 
 
+def test_what_encode_does_to_its_argument_does_not_hide_its_error():
+    scheme = _broken("magnitudes", encode=lambda self, values: Whole.encode(self, values.abs_()))
+    try:
+        report = check_scheme(scheme, laws="bound")
+    finally:
+        del KINDS[scheme.kind]
+    assert report.failed
+
+
 def test_rows_that_span_the_wrong_parts_are_found():
     def layout(self, shape):
         made = Whole.layout(self, shape)
