@@ -52,6 +52,9 @@ class Scheme:
     shapes depend on the fields and ``shape`` alone, never on values.  The last dimension of a tensor is the quantized
     one; ``shape`` is always that of the whole contiguous tensor.
 
+    Files hold ``kind`` and the fields that differ from their defaults: later changes of ``kind`` or of a default would
+    give existing files another meaning.
+
     ``layout`` returns ``tt.Part(shape, dtype, span)`` for each part.  ``span`` is the number of elements of the tensor,
     in row-major order, that one entry along dim 0 of the part covers, or 0 if every row needs the whole part.  By it
     rows of the parts are cut and joined, for slices and shards.
