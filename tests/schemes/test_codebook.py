@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 import torchtether
 from tests.schemes import laws
 from tests.strategies import examples
-from torchtether.errors import RuleError, SchemeError
-from torchtether.schemes import Codebook, fp4, nf4, resolve
+from torchtether.errors import ArgumentError, RuleError, SchemeError
+from torchtether.schemes import Codebook, fp4, int4, nf4, resolve
 from torchtether.schemes.bits import pack, unpack
 from torchtether.schemes.named import NAMED
 from torchtether.schemes.tables import DYNAMIC, FP4, NF4
@@ -230,3 +230,18 @@ def test_a_code_beyond_the_table_decodes_to_0_with_any_number_of_bits(bits, flat
         assert torch.equal(scheme.decode(parts, (2, 32), dtype), expected.to(dtype))
         rows = scheme.gather(parts, (2, 32), torch.tensor([1, 0]), dtype)
         assert torch.equal(rows, expected[[1, 0]].to(dtype))
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (lambda: nf4(128), r"^double_quant: is 128, not a bool\. Give True or False\.$"),
+        (lambda: fp4(64), "^double_quant: is 64, not a bool"),
+        (lambda: int4(64, 128), "^symmetric: is 128, not a bool"),
+        (lambda: nf4("no"), "^double_quant: is a str, not a bool"),
+    ],
+)
+def test_a_size_is_no_flag(make, why):
+    with pytest.raises(ArgumentError, match=why):
+        make()
+    assert nf4(1) == nf4(True)
