@@ -99,7 +99,7 @@ class LogScale(tt.BlockScheme):
 
     def to_codes(self, x, scale):
         steps = torch.log(x.abs() / scale) / math.log(self.base)
-        return 128 + x.sign() * (steps.round() + 127).clamp_min(0)  # 1 and 255 are the largest values, 128 is zero
+        return 128 + x.sign() * (steps + 127).clamp_min(0)  # 1 and 255 are the largest values, 128 is zero
 
     def to_values(self, codes, scale):
         return (codes - 128).sign() * self.base ** ((codes - 128).abs() - 127) * scale

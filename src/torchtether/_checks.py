@@ -90,9 +90,10 @@ def check_name(value: object, name: str) -> None:
 
 
 def check_flag(value: object, name: str) -> None:
-    """Raise ArgumentError unless ``value`` is a bool; text such as "no" would count as true."""
-    if not isinstance(value, (bool, int)):
-        raise ArgumentError(f"is {describe(value)}, not a bool", name=name, fix="Give True or False.")
+    """Raise ArgumentError unless ``value`` is a bool; "no" and a size in the place of a flag would count as true."""
+    if not isinstance(value, int) or value not in (0, 1):
+        got = str(value) if isinstance(value, int) else describe(value)
+        raise ArgumentError(f"is {got}, not a bool", name=name, fix="Give True or False.")
 
 
 def check_callable(value: object, name: str, *, or_flag: bool = False, is_of_module: bool = False) -> None:

@@ -4,6 +4,7 @@ import copy
 import gc
 import io
 import pickle
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -271,6 +272,7 @@ def test_a_live_graph_is_refused_and_nothing_changes(verb):
     call()
 
 
+@dataclass(frozen=True)
 class _Breaks(tt.Scheme):
     """A scheme whose encoding fails for one shape, after every check has passed."""
 

@@ -85,6 +85,20 @@ def _state(**changes):
 
 
 KEY = "m.weight.quant_state.bitsandbytes__nf4"
+
+
+def test_a_nested_map_whose_last_bits_are_rounded_otherwise_is_read(tmp_path):
+    weight = tt.Weight.encode(random(64, 64), tt.nf4(double_quant=True))
+    tensors, said = packed(bitsandbytes, {"m.weight": weight})
+    table = tensors["m.weight.nested_quant_map"]
+    tensors["m.weight.nested_quant_map"] = table * (1 + 2.0**-23)  # as processors without AVX2 write it
+    read = decoded(write(tmp_path, tensors, config=said["config.json"]), "m.weight")
+    assert torch.equal(read, weight.dequantize())
+    tensors["m.weight.nested_quant_map"] = table * 0.9
+    with pytest.raises(tt.CheckpointError, match="nested_quant_map is not the 8-bit dynamic type"):
+        decoded(write(tmp_path, tensors, config=said["config.json"]), "m.weight")
+
+
 DAMAGE = {
     "no codes": lambda t: t.pop("m.weight"),
     "no absmax": lambda t: t.pop("m.weight.absmax"),

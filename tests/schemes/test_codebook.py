@@ -1,14 +1,20 @@
 """Codebook: the laws over its fields, nested scales, and tables in any order."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import torchtether
 from tests.schemes import laws
 from tests.strategies import examples
-from torchtether.errors import RuleError, SchemeError
-from torchtether.schemes import Codebook, fp4, nf4, resolve
+from torchtether.errors import ArgumentError, RuleError, SchemeError
+from torchtether.schemes import Codebook, fp4, int4, nf4, resolve
 from torchtether.schemes.bits import pack, unpack
 from torchtether.schemes.named import NAMED
 from torchtether.schemes.tables import DYNAMIC, FP4, NF4
@@ -35,6 +41,14 @@ every_scheme = pytest.mark.parametrize(
     laws.slow_if_searching(SCHEMES),
     ids=lambda s: f"{len(s.table)}-{s.block_size}{'-rows' * (not s.flat)}{'-nested' * s.nested}-{s.fit}",
 )
+
+
+def test_tables_are_the_same_on_older_processors():
+    code = "from torchtether.schemes.tables import *; print(DYNAMIC, FP4, NF4)"
+    paths = str(Path(torchtether.__file__).parents[1])
+    environment = {**os.environ, "PYTHONPATH": paths, "ATEN_CPU_CAPABILITY": "default"}
+    printed = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert printed.stdout.strip() == f"{DYNAMIC} {FP4} {NF4}"
 
 
 @every_scheme
@@ -216,3 +230,18 @@ def test_a_code_beyond_the_table_decodes_to_0_with_any_number_of_bits(bits, flat
         assert torch.equal(scheme.decode(parts, (2, 32), dtype), expected.to(dtype))
         rows = scheme.gather(parts, (2, 32), torch.tensor([1, 0]), dtype)
         assert torch.equal(rows, expected[[1, 0]].to(dtype))
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (lambda: nf4(128), r"^double_quant: is 128, not a bool\. Give True or False\.$"),
+        (lambda: fp4(64), "^double_quant: is 64, not a bool"),
+        (lambda: int4(64, 128), "^symmetric: is 128, not a bool"),
+        (lambda: nf4("no"), "^double_quant: is a str, not a bool"),
+    ],
+)
+def test_a_size_is_no_flag(make, why):
+    with pytest.raises(ArgumentError, match=why):
+        make()
+    assert nf4(1) == nf4(True)

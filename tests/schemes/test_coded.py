@@ -146,6 +146,7 @@ def _kind(**methods):
         (lambda: _kind(numbers=("qdata",))(), "numbers must be a tuple of names"),
         (lambda: _kind(fit=lambda self, x: x.amax(-1))().encode(torch.ones(2, 4)), "fit gives a Tensor, for values"),
         (lambda: _kind(fit=lambda self, x: {"scale": x.amax(-1, keepdim=True)})().encode(torch.ones(2, 4)), "keepdim"),
+        (lambda: _kind(fit=lambda self, x: {"scale": 1.0})().encode(torch.ones(2, 4)), "{'scale': 'a float'}"),
         (lambda: _kind(fit=lambda self, x: {"step": x.amax(-1)})().encode(torch.ones(2, 4)), "fit gives {'step'"),
         (
             lambda: _kind(fit=lambda self, x: {"scale": x.amax(-1) * math.nan})().encode(torch.ones(2, 4)),
@@ -168,3 +169,35 @@ def test_what_is_wrong_with_a_kind_is_said_in_one_line(made, said):
         made()
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@dataclass(frozen=True)
+class Rounded(Steps):
+    """Its ``to_codes`` rounds, which is the base class's to do."""
+
+    kind: ClassVar[str] = "test-rounded"
+
+    def to_codes(self, x, scale):
+        return super().to_codes(x, scale).round()
+
+
+@dataclass(frozen=True)
+class Falling(Steps):
+    """Its values fall where codes rise, and its ``to_codes`` rounds."""
+
+    kind: ClassVar[str] = "test-falling"
+
+    def to_codes(self, x, scale):
+        return 3 - (x / scale).round()
+
+    def to_values(self, codes, scale):
+        return (3 - codes) * scale
+
+
+@pytest.mark.parametrize("scheme", [Steps(), Rounded(), Falling()], ids=lambda scheme: type(scheme).__name__)
+def test_updates_do_not_drift_even_if_to_codes_rounds(scheme):
+    torch.manual_seed(0)
+    values = torch.cat((torch.tensor([[3.0]]), torch.linspace(-2.9, 2.9, 50).view(1, 50)), 1)
+    held = scheme.encode(values)
+    drawn = [scheme.decode(scheme.update(values, held), values.shape, torch.float32) for _ in range(2000)]
+    assert (torch.stack(drawn).mean(0) - values).abs().max() < 0.05

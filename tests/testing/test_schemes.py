@@ -1,16 +1,19 @@
 """The laws of schemes: ours keep them all, and a scheme that breaks one law fails that law alone."""
 
 import dataclasses
+import json
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
+import numpy
 import pytest
 import torch
 
 import torchtether as tt
 from tests.catalog import SCHEMES, slow_but
 from torchtether.schemes import SCHEMES as KINDS
-from torchtether.schemes import Part
+from torchtether.schemes import Part, scheme_from_json
 from torchtether.testing import check_scheme
 from torchtether.testing.schemes import LAWS
 
@@ -193,6 +196,15 @@ def test_every_law_is_known():
     assert set(BROKEN) | {"rows"} == {law.id for law in LAWS}
 
 
+def test_what_encode_does_to_its_argument_does_not_hide_its_error():
+    scheme = _broken("magnitudes", encode=lambda self, values: Whole.encode(self, values.abs_()))
+    try:
+        report = check_scheme(scheme, laws="bound")
+    finally:
+        del KINDS[scheme.kind]
+    assert report.failed
+
+
 def test_rows_that_span_the_wrong_parts_are_found():
     def layout(self, shape):
         made = Whole.layout(self, shape)
@@ -234,6 +246,27 @@ def test_parts_that_depend_on_the_values_are_refused():
     assert "layout has ['codes', 'scale']" in report.failed[0].what
     with pytest.raises(tt.SchemeError, match=r"^_Values: encode returns the parts codes, scale, large, layout has"):
         tt.Weight.encode(torch.full((2, 4), 200.0), _Values())
+
+
+@dataclass(frozen=True)
+class _Computes(Whole):
+    """Its scale has the compute dtype, and no ``convert`` casts it."""
+
+    kind: ClassVar[str] = "test-computes"
+
+    def layout(self, shape):
+        made = super().layout(shape)
+        return {**made, "scale": made["scale"]._replace(dtype=None)}
+
+    def encode(self, values):
+        made = super().encode(values)
+        return {**made, "scale": made["scale"].to(values.dtype)}
+
+
+def test_a_part_that_keeps_its_dtype_where_layout_changes_it_is_found():
+    report = check_scheme(_Computes())
+    assert [result.law for result in report.failed] == ["dtype"]
+    assert "leaves scale in torch.float32, layout has torch.bfloat16" in report.failed[0].what
 
 
 def test_a_scheme_may_be_choosy_about_shapes():
@@ -302,3 +335,49 @@ def test_a_long_error_keeps_what_to_do():
     assert failed
     assert all("say in `numbers` what there is." in str(result) for result in failed if "fit gives" in str(result))
     assert any("fit gives" in str(result) for result in failed)
+
+
+@dataclass(frozen=True)
+class _Held(Whole):
+    kind: ClassVar[str] = "test-held"
+    extra: object = None
+
+
+class _Undecorated(Whole):
+    kind: ClassVar[str] = "test-undecorated"
+
+
+@dataclass(frozen=True)
+class _Nameless(Whole):
+    """It decodes otherwise than its base class, and has only the kind of that."""
+
+    def decode(self, parts, shape, dtype):
+        return super().decode(parts, shape, dtype) * 2
+
+
+@pytest.mark.parametrize(
+    ("scheme", "why"),
+    [
+        (_Nameless(), r"_Nameless: it has no kind of its own, only that of its base class \('test-whole'\)"),
+        (_Undecorated(), r"_Undecorated: it is not a dataclass.* Write @dataclass"),
+        (_Held(extra=math.nan), r"_Held\.extra: it is nan, which a file cannot hold\. A field may be"),
+        (_Held(extra=(1, math.inf)), r"_Held\.extra: it is inf"),
+        (_Held(extra={"a": 1}), r"_Held\.extra: it is a dict"),
+        (_Held(extra=[1]), r"_Held\.extra: it is a list"),
+        (_Held(extra=numpy.float32(1)), r"_Held\.extra: it is a float32"),
+    ],
+)
+def test_what_no_file_could_restore_is_refused_before_anything_changes(tmp_path, scheme, why):
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8))
+    for given in (scheme, tt.Mastered(scheme), {"*": scheme}):
+        with pytest.raises(tt.SchemeError, match=f"^{why}"):
+            tt.quantize(model, given)
+    assert type(model[0].weight) is torch.nn.Parameter
+    with pytest.raises(tt.SchemeError, match=f"^{why}"):
+        tt.save({"w": tt.Weight.encode(torch.ones(4, 8), scheme)}, tmp_path / "w.safetensors")
+    assert not list(tmp_path.iterdir())
+
+
+def test_fields_that_a_file_can_hold_come_back():
+    for extra in (1, 1.5, -0.0, True, "text", None, torch.float16, tt.int4(), (1, ("a", tt.fp8())), numpy.float64(2)):
+        assert scheme_from_json(json.loads(json.dumps(_Held(extra=extra).to_json()))) == _Held(extra=extra)

@@ -188,8 +188,11 @@ def _check_4bit(contents: Contents, weight: str, state: dict[str, Any], kind: st
         nested = -(-blocks // state["nested_blocksize"])
         wanted |= {"nested_absmax": ((torch.float32,), (nested,)), "nested_quant_map": ((torch.float32,), (256,))}
     expect(tensors, keys, wanted)
-    if is_nested and tuple(contents.read(keys["nested_quant_map"]).tolist()) != DYNAMIC:
-        raise CheckpointError("its nested_quant_map is not the 8-bit dynamic type")
+    if is_nested:
+        table = contents.read(keys["nested_quant_map"])
+        # bitsandbytes computes it by torch, which rounds the last bit otherwise on processors without AVX2
+        if not torch.allclose(table, table.new_tensor(DYNAMIC), rtol=2.0**-22, atol=0.0):
+            raise CheckpointError("its nested_quant_map is not the 8-bit dynamic type")
 
 
 def _entry_int8(contents: Contents, keys: Mapping[str, str]) -> Entry:

@@ -133,8 +133,16 @@ class BlockScheme(Blocked):
 
     def _between(self, grid: Grid, x: Tensor, parts: Parts, start: int, stop: int) -> tuple[Tensor, Tensor]:
         x, *numbers = self._aligned(grid, parts, x, start, stop)
+
+        def values(codes: Tensor) -> Tensor:
+            return self._whole(self.to_values(codes, *numbers), x, "to_values")
+
         below = self._whole(self.to_codes(x, *numbers), x, "to_codes").floor().clamp(0, (1 << self.bits) - 2)
-        low, high = (self._whole(self.to_values(codes, *numbers), x, "to_values") for codes in (below, below + 1))
+        low, high = values(below), values(below + 1)
+        passed = ((x < low) & (low < high)) | ((x > low) & (low > high))
+        if not is_true(~passed.any(), unseen=False):  # to_codes has rounded up: without this, updates would drift
+            before = values((below - 1).clamp_min(0))
+            low, high = torch.where(passed, before, low), torch.where(passed, low, high)
         return low.reshape(stop - start, grid.columns), high.reshape(stop - start, grid.columns)
 
     def bound(self, parts: Parts, shape: Shape) -> Tensor:
@@ -199,7 +207,9 @@ class BlockScheme(Blocked):
         found = self.fit(x)
         shape = tuple(x.shape[:-1])
         wanted = dict.fromkeys(self.numbers, shape)
-        given = {name: tuple(one.shape) for name, one in found.items()} if isinstance(found, dict) else describe(found)
+        given: object = describe(found)
+        if isinstance(found, dict):
+            given = {n: tuple(one.shape) if isinstance(one, Tensor) else describe(one) for n, one in found.items()}
         if given != wanted:
             raise SchemeError(
                 f"fit gives {given}, for values of shape {tuple(x.shape)} it must give {wanted}",

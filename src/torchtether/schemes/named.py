@@ -179,11 +179,13 @@ def resolve(scheme: str | Scheme) -> Scheme:
 
     Raises:
         RuleError: the name is unknown, or the argument is neither a name nor a scheme.
+        SchemeError: a file could not name this scheme or hold its fields: found now rather than after training.
 
     >>> resolve("int8") == int8()
     True
     """
     if isinstance(scheme, Scheme):
+        scheme.to_json()
         return scheme
     if isinstance(scheme, str) and scheme in NAMED:
         return NAMED[scheme]()

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .. import compiled
+from .._checks import describe
 from .._dtypes import dtype_from_name, dtype_name
 from ..errors import SchemeError, UnsupportedOpError
 from ..geometry.views import Shape
@@ -30,7 +31,7 @@ class Part(NamedTuple):
     """Describe one part of a Weight without its data; ``Scheme.layout`` returns one for each part.
 
     ``shape``  the shape of the part
-    ``dtype``  its dtype; ``None`` where it is the compute dtype of the Weight
+    ``dtype``  its dtype; ``None`` where it is the compute dtype of the Weight, to which ``convert`` must cast the part
     ``span``   the number of elements of the Weight, in row-major order, that one entry along dim 0 of the part covers;
                0 if every row of the Weight needs the whole part. Cutting and joining rows needs nothing else
 
@@ -50,6 +51,9 @@ class Scheme:
     or, for codes with numbers per block, subclass ``BlockScheme``, which needs less.  The number of parts and their
     shapes depend on the fields and ``shape`` alone, never on values.  The last dimension of a tensor is the quantized
     one; ``shape`` is always that of the whole contiguous tensor.
+
+    Files hold ``kind`` and the fields that differ from their defaults: later changes of ``kind`` or of a default would
+    give existing files another meaning.
 
     ``layout`` returns ``tt.Part(shape, dtype, span)`` for each part.  ``span`` is the number of elements of the tensor,
     in row-major order, that one entry along dim 0 of the part covers, or 0 if every row needs the whole part.  By it
@@ -209,18 +213,24 @@ class Scheme:
     def to_json(self) -> dict[str, Any]:
         """Return the scheme as JSON values: its kind, and the fields that differ from their defaults.
 
+        Raises SchemeError if its class is no dataclass, or has no kind of its own, or if a file cannot hold a field.
+
         >>> from torchtether.schemes import Affine, scheme_from_json
         >>> scheme_from_json(Affine(bits=4).to_json()) == Affine(bits=4)
         True
         """
-        if not hasattr(self, "kind"):
+        if "__dataclass_fields__" not in type(self).__dict__:  # what its base has are the fields and defaults of that
+            fix = "Write @dataclass(frozen=True) above its class."
+            raise SchemeError("it is not a dataclass, so its fields are unknown", name=type(self).__name__, fix=fix)
+        if "kind" not in type(self).__dict__:  # by that of its base a file would be decoded as the base does
+            other = f" of its own, only that of its base class ({self.kind!r})" if hasattr(self, "kind") else ""
             fix = 'Give its class one: kind: ClassVar[str] = "mine".'
-            raise SchemeError("it has no kind, by which files would name it", name=type(self).__name__, fix=fix)
+            raise SchemeError(f"it has no kind{other}, by which files would name it", name=type(self).__name__, fix=fix)
         fields: dict[str, Any] = {"kind": self.kind}
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
             value = getattr(self, field.name)
             if value != field.default:
-                fields[field.name] = _jsonable(value)
+                fields[field.name] = _jsonable(value, f"{type(self).__name__}.{field.name}")
         return fields
 
 
@@ -248,12 +258,19 @@ def scheme_from_json(record: Any) -> Scheme:
         raise SchemeError(f"scheme {kind!r} cannot be built from its record: {error}") from None
 
 
-def _jsonable(value: Any) -> Any:
+def _jsonable(value: Any, name: str) -> Any:
+    """Return ``value`` as JSON that ``_unjson`` reads as an equal one, or raise SchemeError, naming ``name``."""
     if isinstance(value, Scheme):
         return value.to_json()
     if isinstance(value, torch.dtype):
         return {"dtype": dtype_name(value)}
-    return [_jsonable(item) for item in value] if isinstance(value, tuple) else value
+    if isinstance(value, tuple):
+        return [_jsonable(item, name) for item in value]
+    if not (value is None or isinstance(value, (int, str)) or (isinstance(value, float) and math.isfinite(value))):
+        got = str(value) if isinstance(value, float) else describe(value)
+        fix = "A field may be an int, a finite float, a bool, text, None, a dtype, a scheme, or a tuple of these."
+        raise SchemeError(f"it is {got}, which a file cannot hold", name=name, fix=fix)
+    return value
 
 
 def _unjson(value: Any) -> Any:

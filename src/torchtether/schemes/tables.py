@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 # The 4-bit NormalFloat of QLoRA (arXiv 2305.14314, appendix E), as float32 values.
 NF4 = (
@@ -38,10 +39,21 @@ _E2M3 = (*(m / 8 for m in range(8)), *((1 + m / 8) * 2.0**e for e in range(3) fo
 E2M3 = (*_E2M3, *(-value for value in _E2M3))
 
 
+def _edges(steps: int) -> Tensor:
+    """Return ``torch.linspace(0.1, 1, steps + 1)`` as processors with AVX2 round it; others round some bits otherwise.
+
+    One multiplication and addition are rounded at once there, counted from the nearer end.
+    """
+    low = torch.tensor(0.1, dtype=torch.float32, device="cpu").double()
+    step = ((1 - low) / steps).float().double()
+    index = torch.arange(steps + 1, dtype=torch.float64, device="cpu")
+    return torch.where(index < (steps + 1) // 2, low + step * index, 1 - step * (steps - index)).float()
+
+
 def _dynamic() -> tuple[float, ...]:
     values = [0.0, 1.0]
     for decade in range(7):
-        edges = torch.linspace(0.1, 1.0, 2**decade + 1, dtype=torch.float32, device="cpu")
+        edges = _edges(2**decade)
         middles = (edges[:-1] + edges[1:]) / 2
         power = 10 ** (decade - 6)
         values += (power * middles).tolist() + (-power * middles).tolist()
