@@ -22,7 +22,7 @@ from ..ties.components import Component, find_components, tie_of
 from ..ties.names import is_sharded
 from ..ties.spans import member_view, plain_values
 from ..torch_private.modules import uncompiled
-from ..weights.spec import Tie
+from ..weights.spec import Tie, tie_among
 from ..weights.weight import Weight
 from .aliases import view_of
 from .writer import ShardGroup, write_groups
@@ -283,7 +283,7 @@ def _recorded(named: Mapping[str, Tensor], components: tuple[Component, ...]) ->
             continue
         if len(home[tie.owner].names) > 1:
             continue
-        kept = tie.among([name for name in tie.names if name in named and len(home[name].names) == 1])
+        kept = tie_among(tie, [name for name in tie.names if name in named and len(home[name].names) == 1])
         if kept is None:
             continue
         for name, view in zip(kept.aliases, kept.views[1:], strict=True):

@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from .._checks import as_module
 from .._interruptions import Deferred, take
 from ..errors import TetherError
+from ..geometry.views import lies_in
 from ..ties.components import find_components, tie_of
 from ..ties.names import named_tensors
 from ..torch_private import versions
@@ -377,7 +378,7 @@ def fill_aliases(module: nn.Module, state_dict: dict[str, Any], prefix: str, *ot
             twins = [n for n, other in zip(tie.names, tie.views, strict=True) if other == view and n in present]
             if twins:
                 state_dict[prefix + alias] = state_dict[prefix + twins[0]]
-            elif view is not None and tie.owner in present and view.lies_in(component.member(tie.owner).view):
+            elif view is not None and tie.owner in present and lies_in(view, component.member(tie.owner).view):
                 given, held = state_dict[prefix + tie.owner], tensors[tie.owner]
                 order = order_of(view, held) if isinstance(given, Weight) else None
                 if order is not None and given.stride() == held.stride():

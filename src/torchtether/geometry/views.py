@@ -75,18 +75,6 @@ class View:
         """Return whether two of its elements may share memory; see the function of the same name."""
         return overlaps_itself(self.size, self.stride)
 
-    def lies_in(self, owner: View) -> bool:
-        """Return whether every byte of the view is one of ``owner``, which is dense; ``offset`` starts at its first.
-
-        >>> import torch
-        >>> owner = View(torch.float32, (2, 3), (3, 1))
-        >>> View(torch.float32, (3,), (1,), 3).lies_in(owner), View(torch.float32, (3,), (1,), 4).lies_in(owner)
-        (True, False)
-        """
-        count = math.prod(owner.size)
-        reach = (self.offset + extent(self.size, self.stride)) * self.dtype.itemsize
-        return extent(owner.size, owner.stride) == count and reach <= count * owner.dtype.itemsize
-
     def to_json(self) -> dict[str, Any]:
         """Return the view as JSON values, which ``from_json`` reads."""
         return {
@@ -106,3 +94,16 @@ class View:
         if any(type(number) is not int or not 0 <= number < 2**48 for number in numbers) or len(size) != len(stride):
             raise TieError(f"a view record holds a bad size {size!r}, stride {stride!r} or offset {offset!r}")
         return View(dtype_from_name(record["dtype"]), tuple(size), tuple(stride), offset)
+
+
+def lies_in(view: View, owner: View) -> bool:
+    """Return whether every byte of ``view`` is one of ``owner``, which is dense; its ``offset`` starts at its first.
+
+    >>> import torch
+    >>> owner = View(torch.float32, (2, 3), (3, 1))
+    >>> lies_in(View(torch.float32, (3,), (1,), 3), owner), lies_in(View(torch.float32, (3,), (1,), 4), owner)
+    (True, False)
+    """
+    count = math.prod(owner.size)
+    reach = (view.offset + extent(view.size, view.stride)) * view.dtype.itemsize
+    return extent(owner.size, owner.stride) == count and reach <= count * owner.dtype.itemsize

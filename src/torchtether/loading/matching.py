@@ -14,7 +14,7 @@ from ..checkpoint.reader import Checkpoint
 from ..conversion import materializing
 from ..errors import CheckpointError, TetherError, UnsupportedOpError
 from ..geometry.blocks import STOCK, is_strided
-from ..geometry.views import Shape, View
+from ..geometry.views import Shape, View, lies_in
 from ..integrations.imported import NAMING, names_of_library
 from ..renaming.renamed_checkpoint import RenamedCheckpoint
 from ..ties.components import Component, Member
@@ -258,7 +258,7 @@ def _disagree(draft: Draft, owner: str, name: str) -> None:
 def _is_as_recorded(draft: Draft, component: Component, sources: list[Source], owner: str) -> bool:
     """Return whether the file records the same view as the model for every name, all of them over the owner alone."""
     given, tie, held = draft.given, draft.targets.ties[id(component)], component.member(owner).view
-    if owner not in given or not all(view is None or view.lies_in(held) for view in tie.views):
+    if owner not in given or not all(view is None or lies_in(view, held) for view in tie.views):
         return False
     home, whole = given.find(owner)
     if whole is not None or (any(tie.views) and given.spec(owner).stride != held.stride):

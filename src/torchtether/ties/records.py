@@ -13,7 +13,7 @@ from torch import nn
 from .._checks import as_module, describe
 from ..errors import ArgumentError, TieError
 from ..torch_private.tensors import local_or_itself
-from ..weights.spec import Tie
+from ..weights.spec import Tie, tie_among
 from ..weights.weight import Weight
 from .components import Component, find_components, shared_components, tie_of
 from .names import named_tensors, nearest
@@ -89,7 +89,7 @@ def forget_ties(model: nn.Module, name: str) -> None:
                 continue
             recorded = set(held.tie.names)
             if name in recorded and not recorded.isdisjoint(names):
-                rest = held.tie.among(recorded - {name})
+                rest = tie_among(held.tie, recorded - {name})
                 held._spec = held.spec.replace(tie=rest or tie_of(component))
 
 

@@ -68,15 +68,6 @@ class Tie:
         """Return every name but the owner's."""
         return self.names[1:]
 
-    def among(self, names: Collection[str]) -> Tie | None:
-        """Return the tie of those names that are in ``names``; ``None`` if the owner is not, or no alias.
-
-        >>> Tie(("emb.weight", "head.weight", "out.weight")).among({"emb.weight", "out.weight"}).aliases
-        ('out.weight',)
-        """
-        kept = [each for each in zip(self.names, self.views, self.objects, strict=True) if each[0] in names]
-        return Tie(*zip(*kept, strict=True)) if len(kept) > 1 and self.owner in names else None
-
     def __str__(self) -> str:
         words = [self.owner]
         for name, view, same in zip(self.aliases, self.views[1:], self.objects[1:], strict=True):
@@ -106,6 +97,16 @@ class Tie:
             raise TieError(f"a tie record holds bad views {views!r}")
         made = tuple(None if view is None else View.from_json(view) for view in views)
         return Tie(tuple(names), made, tuple(objects))
+
+
+def tie_among(tie: Tie, names: Collection[str]) -> Tie | None:
+    """Return the tie of those names of ``tie`` that are in ``names``; ``None`` if its owner is not, or no alias.
+
+    >>> tie_among(Tie(("emb.weight", "head.weight", "out.weight")), {"emb.weight", "out.weight"}).aliases
+    ('out.weight',)
+    """
+    kept = [each for each in zip(tie.names, tie.views, tie.objects, strict=True) if each[0] in names]
+    return Tie(*zip(*kept, strict=True)) if len(kept) > 1 and tie.owner in names else None
 
 
 @dataclass(frozen=True)
