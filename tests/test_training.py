@@ -206,6 +206,17 @@ def test_what_a_load_gives_does_not_depend_on_what_was_held(row, way, is_frozen,
     assert same_bits(model.weight.dequantize().detach(), expected)
 
 
+@pytest.mark.parametrize("way", ["tt.load", "load_state_dict", "swapped"])
+def test_a_load_of_values_that_codes_have_sets_masters_back(way, tmp_path, monkeypatch):
+    model = tt.quantize(torch.nn.Linear(64, 8, bias=False), "int8", master=torch.float32)
+    state = {"weight": model.weight.dequantize().detach()}
+    tt.save(state, tmp_path)
+    assert not torch.equal(model.weight.parts["master"], state["weight"])
+    monkeypatch.setattr(torch.__future__, "_swap_module_params_on_conversion", way == "swapped")
+    tt.load(model, tmp_path) if way == "tt.load" else model.load_state_dict(state)
+    assert torch.equal(model.weight.parts["master"], state["weight"])
+
+
 @dataclass(frozen=True)
 class Halves(tt.Scheme):
     kind: ClassVar[str] = "training-halves"

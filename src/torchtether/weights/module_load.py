@@ -89,7 +89,8 @@ def as_loaded(held: Tensor, given: Tensor) -> Tensor:
         return given
     if type(given) not in STOCK or not given.is_floating_point() or given.shape != held.shape:
         return given
-    return given if has_values(held, to_base(held.spec, given)) else encoded_as(held, given)
+    has_master = held.scheme.master(held.parts, held.spec.base) is not None  # it may have moved from the codes' values
+    return given if not has_master and has_values(held, to_base(held.spec, given)) else encoded_as(held, given)
 
 
 def encoded_as(held: Weight, given: Tensor) -> Weight:
