@@ -201,8 +201,9 @@ def test_values_that_no_scheme_holds_change_nothing(tmp_path, scheme):
     assert all(parameter.is_meta for parameter in model.parameters())
 
 
+@pytest.mark.parametrize("scheme", ["int8", "nvfp4"])  # by rows, and as a whole
 @pytest.mark.parametrize("at", range(0, 12, 3))
-def test_a_device_without_memory_changes_nothing(tmp_path, monkeypatch, at):
+def test_a_device_without_memory_changes_nothing(tmp_path, monkeypatch, at, scheme):
     """``torch.OutOfMemoryError`` for the scratch, for a copy, and in what is computed."""
     tt.save(net(1), tmp_path)
     for method in ("copy", "allocate", "compute"):
@@ -217,13 +218,13 @@ def test_a_device_without_memory_changes_nothing(tmp_path, monkeypatch, at):
         with monkeypatch.context() as patch:
             patch.setattr(Lane, method, full)
             try:
-                tt.load(model, tmp_path, quantize="int8")
+                tt.load(model, tmp_path, quantize=scheme)
             except torch.OutOfMemoryError:
                 assert all(parameter.is_meta for parameter in model.parameters())
             else:
                 assert next(calls) <= at
         if at == 0:
-            tt.load(model, tmp_path, quantize="int8")
+            tt.load(model, tmp_path, quantize=scheme)
             assert not any(parameter.is_meta for parameter in model.parameters())
 
 
