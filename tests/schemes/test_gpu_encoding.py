@@ -18,6 +18,7 @@ from tests.schemes import laws
 from tests.weights.triton_cases import unasked_fusions
 from torchtether.gpu import encoding, serving
 from torchtether.schemes import Affine, ScaledFloat, fp4, fp8, int4, int8, mxfp4, nf4
+from torchtether.schemes.looking import unchecked
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 DEVICE = "cuda" if torch.backends.cuda.is_built() else "cpu"  # a torch built for the CPU cannot slice a fake of CUDA
@@ -46,6 +47,21 @@ def test_no_scheme_asks_fake_values_for_numbers(row):
         ):
             assert (tuple(made.shape), made.device.type) == (size, DEVICE)
         assert scheme.bound(parts, shape).device.type == DEVICE
+
+
+@each_scheme
+def test_what_no_scheme_holds_is_a_flag_where_nothing_may_wait(row):
+    values = laws.make((8, 64), "normal", 1, torch.bfloat16)
+    with unchecked() as fine:
+        row.scheme.encode(values)
+    values[5, 7] = torch.nan
+    with unchecked() as doubtful:
+        row.scheme.encode(values)
+    assert all(map(bool, fine))
+    assert row.scheme.transparent or not all(map(bool, doubtful))
+    if doubtful:
+        with pytest.raises(tt.SchemeError, match="1 of 512 values are not finite"):
+            row.scheme.encode(values)
 
 
 @few_schemes
