@@ -36,6 +36,12 @@ LOOPS = {
     "fp4": fp4(),
     "mxfp8": mxfp8(),
     "mxfp4": mxfp4(),
+    **{
+        f"{element} {rounding}": ScaledFloat(element, (1, 32), torch.float8_e8m0fnu, scale_rounding=rounding)
+        for element, rounding in (("e4m3", "even"), ("e5m2", "floor"), ("e2m1", "floor"), ("e2m1", "rceil"))
+    },
+    "mx rows": ScaledFloat("e2m1", (1, None), torch.float8_e8m0fnu),
+    "mx blocks of 5": ScaledFloat("e4m3", (1, 5), torch.float8_e8m0fnu),
     "nvfp4": nvfp4(),
     "nvfp4 divides": nvfp4(global_divides=True),
 }
@@ -136,6 +142,20 @@ def test_numbers_next_to_every_step_are_rounded_as_quotients_are(name, seed, is_
     x[:, ::128], x[:, 1::128] = top, low
     parts = scheme.encode(x)
     laws.assert_same_parts(parts, without(lambda: scheme.encode(x)))
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, scheme in LOOPS.items() if getattr(scheme, "scale_dtype", None) == torch.float8_e8m0fnu]
+)
+def test_every_power_of_two_as_a_scale(name):
+    """Also subnormal ones; blocks whose largest number lies just before, on and after the middle of two; ties, -0.0."""
+    tops = torch.tensor([1.0, 1 + 2.0**-23, 1.75, 1.75 - 2.0**-23, 1.5, 1.9375, 2 - 2.0**-23, -1.25]).double()
+    sizes = torch.arange(-149, 127).double().exp2()
+    rest = torch.cat([torch.arange(-15, 16) / 16, torch.tensor([-0.0])]).double()
+    x = (tops.view(-1, 1, 1) * sizes.view(1, -1, 1) * rest).float()
+    x[..., 0] = (tops.view(-1, 1) * sizes).float()
+    x = x.view(-1, 32)
+    check(LOOPS[name], x[x.abs().amax(1) < 2.0**127].repeat(1, 2))
 
 
 @pytest.mark.usefixtures("no_ops")

@@ -27,6 +27,8 @@ class Recipe(NamedTuple):
 
 
 AFFINE, FLOAT8, NEAREST = range(3)
+_POWERS = ("", "floor", "even", "rceil")
+"""The roundings of e8m0 scales, in the order of ``encoders.h``."""
 
 
 def recipe(
@@ -48,8 +50,7 @@ def recipe(
     ``more`` are fields of ``Recipe``: for AFFINE ``span``, ``unit``, ``lowest``, ``highest``, ``offset`` and, where
     there are zero points, ``zero_offset``; for FLOAT8 ``span``, ``lowest``, ``highest``, ``mantissa`` and ``bias``; for
     NEAREST ``thresholds`` and ``order``, as in ``encode_nearest``; and those of ``Search.fields``.  With ``power``, the
-    rounding of e8m0 scales for codes up to ``span``, whose exponent is ``top``, ``thresholds`` are of magnitudes, and
-    only encoders of other devices take the recipe.
+    rounding of e8m0 scales for codes up to ``span``, whose exponent is ``top``, ``thresholds`` are of magnitudes.
     """
     module = native()
     if dtype not in DTYPES or columns < 1 or bits not in (4, 8):
@@ -71,8 +72,12 @@ def recipe(
         "is_ordered": tuple(order) == tuple(range(len(order))),
         **_NO_SEARCH,
     }
-    made = None if module is None or power else module.Recipe(**(fields | more))
-    return Recipe(made, fields | more | {"power": power, "top": top}, parts, columns * dtype.itemsize)
+    fields |= more
+    own: dict[str, Any] = {"power": _POWERS.index(power), "top": top}
+    if power:
+        own |= {"kind": FLOAT8, "edges": _edges(())}  # codes of 4 bits are floats with one bit of mantissa
+    made = None if module is None else module.Recipe(**(fields | own))
+    return Recipe(made, fields | {"power": power, "top": top}, parts, columns * dtype.itemsize)
 
 
 def _edges(thresholds: tuple[float, ...]) -> tuple[float, ...]:
@@ -94,7 +99,7 @@ def fit_scales(
     library = library_for(x, peaks, scale)
     if library is None or not can_read(x) or len(fields["levels"]) > 16:
         return None
-    unused = ("columns", "stride", "is_symmetric", "offset", "zero_offset", "mantissa", "bias")
+    unused = ("columns", "stride", "is_symmetric", "offset", "zero_offset", "mantissa", "bias", "power", "top")
     given: dict[str, Any] = dict.fromkeys(unused, 0)
     given |= {"span": 0.0, "order": (), "is_ordered": 1, "dtype": DTYPES[x.dtype], "width": width}
     given |= {"kind": NEAREST if fields["thresholds"] else AFFINE, "edges": _edges(fields["thresholds"])}

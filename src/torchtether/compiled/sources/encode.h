@@ -54,6 +54,7 @@ INLINE void encode_affine(const recipe *r, int dtype, const void *restrict x, co
     }
 }
 
+/* Divides numbers by `by`; or, if scales are powers of two, multiplies by it, their inverse, which is exact. */
 INLINE void encode_float8(const recipe *r, int dtype, const void *restrict x, count n, float by, int mantissa, int bias,
                           uint8_t *restrict to) {
     float lowest = r->lowest, highest = r->highest;
@@ -64,7 +65,9 @@ INLINE void encode_float8(const recipe *r, int dtype, const void *restrict x, co
 #ifdef FAST
     int is_guessed = is_invertible(by);
     float inverse = 1.0f / by, sure = 0;
-    if (dtype == BFLOAT16 && is_guessed && n >= LONG / 8) sure = agreeing(r, by, 0, mantissa, bias);
+    if (r->power)
+        for (; i + SOME <= n; i += SOME) float8_32_exactly(r, dtype, behind(x, dtype, i), by, mantissa, bias, to + i);
+    else if (dtype == BFLOAT16 && is_guessed && n >= LONG / 8) sure = agreeing(r, by, 0, mantissa, bias);
     if (sure != 0)
         for (; i + SOME <= n; i += SOME)
             float8_32(r, dtype, behind(x, dtype, i), 1, 1, by, sure, mantissa, bias, to + i);
@@ -72,10 +75,11 @@ INLINE void encode_float8(const recipe *r, int dtype, const void *restrict x, co
         float8_32(r, dtype, behind(x, dtype, i), is_guessed, 0, by, inverse, mantissa, bias, to + i);
 #endif
     for (; i < n; i++) {
-        float y = number(x, dtype, i) / by;
+        float y = number(x, dtype, i);
+        y = r->power ? y * by : y / by;
         y = y < lowest ? lowest : y;
         y = y > highest ? highest : y;
-        uint32_t bits = bits_of(y), sign = bits >> 24 & 0x80, rest = bits & 0x7fffffff;
+        uint32_t bits = bits_of(y), sign = bits >> (mantissa == 1 ? 28 : 24) & (mantissa == 1 ? 8 : 0x80), rest = bits & 0x7fffffff;
         uint32_t normal = (rest - rebias + (rest >> cut & 1)) >> cut;
         uint32_t subnormal = bits_of(float_of(rest) + float_of(unit)) - unit;
         to[i] = (uint8_t)(sign | (rest < smallest ? subnormal : normal));
@@ -153,6 +157,10 @@ INLINE void run_pack4(const uint8_t *restrict codes, count n, uint8_t *restrict 
                             uint8_t *to) {                                                                               \
         EACH_RUN(encode_float8(r, DTYPE, x, m, *by, 2, 15, to))                                                          \
     }                                                                                                                    \
+    static void e2m1_##NAME(const recipe *r, const TYPE *x, count n, count width, const float *by, const float *shift,   \
+                            uint8_t *to) {                                                                               \
+        EACH_RUN(encode_float8(r, DTYPE, x, m, *by, 1, 1, to))                                                           \
+    }                                                                                                                    \
     static void nearest_##NAME(const recipe *r, const TYPE *x, count n, count width, const float *by,                    \
                                const float *shift, uint8_t *to) {                                                        \
         EACH_RUN(encode_nearest(r, DTYPE, x, m, *by, to))                                                                \
@@ -162,12 +170,30 @@ INLINE void run_pack4(const uint8_t *restrict codes, count n, uint8_t *restrict 
         if (r->kind == AFFINE) affine_##NAME(r, x, n, width, by, shift, to);                                             \
         else if (r->kind == NEAREST) nearest_##NAME(r, x, n, width, by, shift, to);                                      \
         else if (r->mantissa == 3) e4m3_##NAME(r, x, n, width, by, shift, to);                                           \
-        else e5m2_##NAME(r, x, n, width, by, shift, to);                                                                 \
+        else if (r->mantissa == 2) e5m2_##NAME(r, x, n, width, by, shift, to);                                           \
+        else e2m1_##NAME(r, x, n, width, by, shift, to);                                                                 \
     }
 ENCODERS(float32, float, FLOAT32)
 ENCODERS(bfloat16, uint16_t, BFLOAT16)
 
 #define BAND 4096  /* numbers that are encoded at once: they stay in the first-level cache; even */
+
+/* Computes scales of e8m0, 2**-127 to 2**127, and their inverses from magnitudes; returns whether these are
+ * finite and small enough. */
+static int fit_powers(const recipe *r, count runs, const float *restrict high, uint8_t *restrict scale, float *restrict by) {
+    int bad = 0;
+    int32_t lift = r->power == EVEN ? 1 << (22 - r->mantissa) : 0;
+    for (count i = 0; i < runs; i++) {
+        int32_t bits = (int32_t)bits_of(r->power == RCEIL ? high[i] / r->span : high[i]);
+        int32_t byte = r->power == RCEIL ? (bits + 0x7fffff) >> 23 : ((bits + lift) >> 23) - r->top;
+        bad |= !(high[i] < LIMIT);
+        byte = byte < 0 ? 0 : byte > 254 ? 254 : byte;
+        byte = high[i] > 0 ? byte : 127;
+        scale[i] = (uint8_t)byte;
+        by[i] = float_of(byte < 254 ? (uint32_t)(254 - byte) << 23 : 1u << 22);
+    }
+    return !bad;
+}
 
 /* Computes from extremes the entries of `scale` and `zero`, the divisors `by` (for NEAREST factors) and `shift`; returns
  * whether all are finite and small enough. */
@@ -221,14 +247,15 @@ static void encode_band(const recipe *r, const void *x, count n, count width, co
 }
 
 /* Rows to codes, scales and zero points; 0 if a number is not finite or too large: then the outputs are undefined. */
-static int encode(const recipe *r, const void *x, count rows, float *scale, uint8_t *zero, uint8_t *codes) {
+static int encode(const recipe *r, const void *x, count rows, void *scales, uint8_t *zero, uint8_t *codes) {
     count width = r->width, columns = r->columns, most = width * RUNS;
     if (most > BAND) most = width > BAND ? width : BAND / width * width;
     if (columns % width == 0 && r->stride * 8 == columns * r->bits) { /* rows without gaps: one long row */
         columns *= rows;
         rows = 1;
     }
-    float low[RUNS] = {0}, high[RUNS], by[RUNS], shift[RUNS] = {0};
+    float low[RUNS] = {0}, high[RUNS], by[RUNS], shift[RUNS] = {0}, *scale = scales;
+    uint8_t *power = scales;
     for (count row = 0; row < rows; row++, codes += r->stride) {
         for (count start = 0; start < columns; start += most) {
             count n = least(most, columns - start), runs = 0;
@@ -244,7 +271,7 @@ static int encode(const recipe *r, const void *x, count rows, float *scale, uint
                     high[runs] = largest_one < 0 ? 0 : largest_one;
                 }
             }
-            if (!fit(r, runs, low, high, scale, zero, by, shift)) return 0;
+            if (!(r->power ? fit_powers(r, runs, high, power, by) : fit(r, runs, low, high, scale, zero, by, shift))) return 0;
             if (r->is_searched) {
                 for (count i = 0; i < runs; i++) high[i] = high[i] > -low[i] ? high[i] : -low[i];
                 search_runs(r, x, n, high, shift, scale);
@@ -256,7 +283,8 @@ static int encode(const recipe *r, const void *x, count rows, float *scale, uint
                 encode_band(r, behind(x, r->dtype, at), least(BAND, n - at), runs > 1 ? width : BAND, by, shift, to);
             }
             x = behind(x, r->dtype, n);
-            scale += runs;
+            if (r->power) power += runs;
+            else scale += runs;
             zero += r->is_symmetric ? 0 : runs;
         }
     }
@@ -265,7 +293,7 @@ static int encode(const recipe *r, const void *x, count rows, float *scale, uint
 
 /* The same for rows of a file, from the byte `at` on: pieces of at most `nbytes` are read into `room`, and encoded while
  * they are in the cache.  0 also if the file cannot be read or is too short; the caller reads it again and raises. */
-static int encode_file(const recipe *r, int file, count at, count rows, void *room, count nbytes, float *scale, uint8_t *zero,
+static int encode_file(const recipe *r, int file, count at, count rows, void *room, count nbytes, void *scale, uint8_t *zero,
                    uint8_t *codes) {
     count row = r->columns * (r->dtype == FLOAT32 ? 4 : 2), groups = (r->columns + r->width - 1) / r->width;
     count most = nbytes / row;
@@ -280,7 +308,7 @@ static int encode_file(const recipe *r, int file, count at, count rows, void *ro
         if (!encode(r, room, some, scale, zero, codes)) return 0;
         at += size;
         done += some;
-        scale += some * groups;
+        scale = (char *)scale + some * groups * (r->power ? 1 : 4);
         zero += r->is_symmetric ? 0 : some * groups;
         codes += some * r->stride;
     }

@@ -31,7 +31,7 @@ INLINE __m256i signed_bytes(const __m256i *v) {
 
 INLINE int is_same(__m256i a, __m256i b) { return _mm256_movemask_epi8(_mm256_cmpeq_epi8(a, b)) == -1; }
 
-enum { TIMES, OVER };
+enum { TIMES, OVER, EXACTLY }; /* the last multiplies, too, and is rounded with care */
 
 INLINE __m256i affine_codes(const recipe *r, int dtype, const void *x, int how, float by, float zero) {
     __m256 number = _mm256_set1_ps(by), shift = _mm256_set1_ps(zero);
@@ -136,18 +136,30 @@ INLINE __m256i float8_codes(const recipe *r, int dtype, const void *x, int how, 
     return signed_bytes(codes);
 }
 
+/* Writes 32 codes with the signs of the numbers. */
+INLINE void put_float8(__m256i codes, int dtype, const void *x, int mantissa, uint8_t *to) {
+    __m256i signs[4];
+    for (int j = 0; j < 4; j++) signs[j] = _mm256_srai_epi32(_mm256_castps_si256(eight(x, dtype, 8 * j)), 31);
+    __m256i sign = _mm256_and_si256(signed_bytes(signs), _mm256_set1_epi8((char)(mantissa == 1 ? 8 : 0x80)));
+    _mm256_storeu_si256((__m256i *)to, _mm256_or_si256(codes, sign));
+}
+
+/* The codes of 32 numbers, times a power of two. */
+INLINE void float8_32_exactly(const recipe *r, int dtype, const void *x, float by, int mantissa, int bias, uint8_t *to) {
+    __m256 least;
+    put_float8(float8_codes(r, dtype, x, EXACTLY, by, mantissa, bias, &least), dtype, x, mantissa, to);
+}
+
 /* The codes of 32 numbers as float8; `is_sure` if one product is known to be right.  If one of them is subnormal, they are
  * divided in any case. */
 INLINE void float8_32(const recipe *r, int dtype, const void *x, int is_guessed, int is_sure, float by, float inverse,
                       int mantissa, int bias, uint8_t *to) {
     __m256 least, more, smallest = _mm256_set1_ps(float_of((uint32_t)(128 - bias) << 23));
-    __m256i codes = float8_codes(r, dtype, x, TIMES, is_sure ? inverse : inverse * LESS, mantissa, bias, &least), signs[4];
+    __m256i codes = float8_codes(r, dtype, x, TIMES, is_sure ? inverse : inverse * LESS, mantissa, bias, &least);
     if (!is_guessed || _mm256_movemask_ps(_mm256_cmp_ps(least, smallest, _CMP_LT_OQ)) ||
         (!is_sure && !is_same(codes, float8_codes(r, dtype, x, TIMES, inverse * MORE, mantissa, bias, &more))))
         codes = float8_codes(r, dtype, x, OVER, by, mantissa, bias, &least);
-    for (int j = 0; j < 4; j++) signs[j] = _mm256_srai_epi32(_mm256_castps_si256(eight(x, dtype, 8 * j)), 31);
-    __m256i sign = _mm256_and_si256(signed_bytes(signs), _mm256_set1_epi8((char)0x80));
-    _mm256_storeu_si256((__m256i *)to, _mm256_or_si256(codes, sign));
+    put_float8(codes, dtype, x, mantissa, to);
 }
 
 /* Whether products and quotients give the same float8 next to every step from 1 to 2; other binades repeat these. */

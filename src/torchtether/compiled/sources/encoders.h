@@ -7,6 +7,7 @@
 typedef int64_t count;
 
 enum { AFFINE, FLOAT8, NEAREST };
+enum { NO_POWER, FLOOR, EVEN, RCEIL }; /* how scales of e8m0 are rounded */
 
 /* The settings with which the rows of one tensor are encoded; recipe.py fills it field by field. */
 typedef struct {
@@ -17,7 +18,8 @@ typedef struct {
     float unit;           /* a step is scale * unit */
     float lowest, highest;
     int32_t is_symmetric, offset, zero_offset, bits;
-    int32_t mantissa, bias; /* of a float8 */
+    int32_t mantissa, bias; /* of a float8; of one of 4 bits 1, 1 */
+    int32_t power, top;     /* of scales of e8m0, bytes; the exponent of `span` */
     float edges[15];        /* ascending thresholds between the codes, infinite where there are fewer */
     uint8_t order[16];      /* the code for each number of thresholds below */
     int32_t is_ordered;
@@ -47,8 +49,8 @@ typedef struct {
                           uint8_t *out);
     void (*fit_biased)(const void *x, int dtype, count begin, count rows, count columns, count width, const float *scale, float *bias,
                        int bias_first, int top, int kept, const float *weights, count rounds);
-    int (*encode)(const recipe *r, const void *x, count rows, float *scale, uint8_t *zero, uint8_t *codes);
-    int (*encode_file)(const recipe *r, int file, count at, count rows, void *room, count nbytes, float *scale,
+    int (*encode)(const recipe *r, const void *x, count rows, void *scale, uint8_t *zero, uint8_t *codes);
+    int (*encode_file)(const recipe *r, int file, count at, count rows, void *room, count nbytes, void *scale,
                        uint8_t *zero, uint8_t *codes);
     void (*decode_affine)(const uint8_t *codes, int bits, count rows, count columns, count width, count stride,
                           const float *scale, const float *zero, count scale_stride, float offset, float unit, void *out,

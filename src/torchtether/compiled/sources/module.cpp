@@ -125,7 +125,8 @@ const Described RECIPE[] = {
     DESCRIBED(recipe, kind), DESCRIBED(recipe, dtype), DESCRIBED(recipe, columns), DESCRIBED(recipe, width),
     DESCRIBED(recipe, stride), DESCRIBED(recipe, span), DESCRIBED(recipe, unit), DESCRIBED(recipe, lowest),
     DESCRIBED(recipe, highest), DESCRIBED(recipe, is_symmetric), DESCRIBED(recipe, offset), DESCRIBED(recipe, zero_offset),
-    DESCRIBED(recipe, bits), DESCRIBED(recipe, mantissa), DESCRIBED(recipe, bias), DESCRIBED(recipe, edges),
+    DESCRIBED(recipe, bits), DESCRIBED(recipe, mantissa), DESCRIBED(recipe, bias), DESCRIBED(recipe, power),
+    DESCRIBED(recipe, top), DESCRIBED(recipe, edges),
     DESCRIBED(recipe, order), DESCRIBED(recipe, is_ordered), DESCRIBED(recipe, is_searched), DESCRIBED(recipe, kept),
     DESCRIBED(recipe, smallest), DESCRIBED(recipe, levels), DESCRIBED(recipe, larger),
 };
@@ -249,7 +250,7 @@ PyObject* encode_rows(PyObject*, PyObject* const* given, Py_ssize_t count) {
     const recipe* r = nullptr;
     const char* x = nullptr;
     int64_t rows = 0;
-    float* scale = nullptr;
+    char* scale = nullptr;
     uint8_t *zero = nullptr, *codes = nullptr;
     if (count != 6) return refuse("encode(recipe, x, rows, scale, zero, codes)");
     from(given[0], &r), from(given[1], &x), from(given[2], &rows), from(given[3], &scale), from(given[4], &zero), from(given[5], &codes);
@@ -257,12 +258,13 @@ PyObject* encode_rows(PyObject*, PyObject* const* given, Py_ssize_t count) {
     return or_memory_error([&] {
         std::atomic<bool> is_done{true};
         const int64_t groups = (r->columns + r->width - 1) / r->width, row = r->columns * (r->dtype ? 2 : 4);
+        const int64_t scales = groups * (r->power ? 1 : 4);
         aside(true, [&] {
             const int64_t step = r->columns < 16384 ? 16384 / r->columns : 1;
             in_threads(rows, step, r->is_searched && rows * r->columns > 65536, [&](Shares& shares) {
                 for (int64_t i, end; shares.take(&i, &end);) {
                     uint8_t* zeros = zero ? zero + i * groups : nullptr;
-                    if (!level->loops->encode(r, x + i * row, end - i, scale + i * groups, zeros, codes + i * r->stride)) is_done = false;
+                    if (!level->loops->encode(r, x + i * row, end - i, scale + i * scales, zeros, codes + i * r->stride)) is_done = false;
                 }
             });
         });
