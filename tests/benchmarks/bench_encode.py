@@ -27,7 +27,7 @@ from torchtether.compiled import room
 from torchtether.schemes import resolve
 
 SIZES = {"full": (4096, 4096), "small": (512, 512)}
-SCHEMES = ("int8", "int4", "fp8", "nf4")
+SCHEMES = ("int8", "int4", "fp8", "nf4", "mxfp8", "mxfp4")
 COMPILED, OPS, MEMCPY = "compiled", "torch ops", "memcpy"
 
 
