@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import closing
+from contextlib import ExitStack, closing
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -103,7 +103,10 @@ def refit(
     with Deferred() as signals, closing(Writer(signals, atomic == "full")) as writer:
         work = _Refit(model, target, rename, writer, signals)
         if isinstance(source, (str, PathLike)):
-            with Checkpoint(Path(source) if isinstance(source, PathLike) else source) as checkpoint:
+            with ExitStack() as files:
+                with target.together():  # a rank that cannot open it must not leave the others waiting
+                    path = Path(source) if isinstance(source, PathLike) else source
+                    checkpoint = files.enter_context(Checkpoint(path))
                 work.listed(checkpoint)
         elif isinstance(source, Checkpoint):
             work.listed(source)
