@@ -192,6 +192,33 @@ def test_two_dimensional_meshes(paths):
     spawn(meshes, 4, paths["float"])
 
 
+def by_columns(path):
+    """Quantize tensors that tensor parallelism shards by columns; return what is said."""
+    mesh, said = init_device_mesh("cpu", (2,)), []
+    for scheme in ("int8", tt.fp8("tensor")):  # the second is encoded from all rows
+        with tt.on_meta():
+            model = Tied(101)
+        linear = model.body[0][0]
+        linear.weight = nn.Parameter(distribute_tensor(linear.weight, mesh, [Shard(1)]))
+        try:
+            tt.distributed.load(model, path, quantize=scheme)
+        except tt.LoadError as error:
+            said.append(str(error))
+        assert all(tensor.is_meta for tensor in model.parameters())
+        tt.distributed.load(model, path, quantize={"body.0.0.weight": None, "body.1.0.weight": scheme})
+        assert torch.equal(linear.weight.full_tensor(), loaded(path).body[0][0].weight)
+    return said
+
+
+def test_columns_cannot_be_quantized(paths):
+    for rank, said in enumerate(spawn(by_columns, 2, paths["float"])):
+        assert len(said) == 2
+        held = [(0, 16), (rank * 8, rank * 8 + 8)]
+        for text in said:
+            assert f"body.0.0.weight: this rank holds {held} of its shape (16, 16), and Weights are split by" in text
+            assert "\n" not in text
+
+
 def in_a_fake_world(path, world, rank):
     """Load in a process of its own, because torch's meshes keep the rank."""
     dist.destroy_process_group()

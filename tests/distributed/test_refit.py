@@ -172,6 +172,23 @@ def test_what_stops_one_rank_stops_all_before_the_first_change():
     spawn(refuses, 2)
 
 
+def lacks(folder):
+    """Refit from a path that is absent on rank 1; return what this rank says."""
+    rollout = build(on_meta=False, quantize={"emb.weight": "int8"})
+    try:
+        tt.refit(rollout, folder / ("here", "absent")[dist.get_rank()])
+    except tt.TetherError as error:
+        return str(error)
+
+
+def test_no_rank_waits_for_one_that_cannot_open_the_source(tmp_path):
+    tt.save(one_model(3), tmp_path / "here")
+    one, two = spawn(lacks, 2, tmp_path, timeout=20.0)
+    assert "absent: there is no such file or folder" in two
+    assert one.startswith("rank 1 failed: ")
+    assert two in one
+
+
 def test_rows_that_cut_a_block_are_refused():
     assert "cut a block" in spawn(cuts, 2)[0]
 

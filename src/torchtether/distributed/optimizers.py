@@ -20,6 +20,7 @@ from ..files import OPTIMIZER, DcpFile, Store, is_dcp, is_folder
 from ..geometry.views import View, contiguous_stride
 from ..renaming.pieces import Range
 from ..ties.names import named_tensors
+from ..torch_private.modules import unwrapped_name
 from .shadows import box_of, local_of, with_local
 
 FOLDER = "optimizer"
@@ -169,7 +170,7 @@ class OptimizerLoad:
     def read(self) -> int:
         """Read all values into memory, sharded like the parameters; return the number of bytes."""
         self._nbytes = 0
-        tensors = named_tensors(self._model)
+        tensors = {unwrapped_name(name): tensor for name, tensor in named_tensors(self._model).items()}
         self._made = {
             name: {key: self._value(value, tensors.get(name), self._group_of(name)) for key, value in entries.items()}
             for name, entries in self._state.items()
@@ -254,13 +255,13 @@ def _groups(optimizers: Iterable[Optimizer]) -> Iterator[tuple[Optimizer, dict[s
 
 
 def _names(model: nn.Module, optimizers: tuple[Optimizer, ...]) -> dict[int, str]:
-    """Return the first name of each tensor by ``id``.
+    """Return the first name of each tensor by ``id``, as ``state_dict()`` spells it.
 
     Raises OptimizerError if the optimizers hold other tensors, or two of them hold one.
     """
     names: dict[int, str] = {}
     for name, tensor in named_tensors(model).items():
-        names.setdefault(id(tensor), name)
+        names.setdefault(id(tensor), unwrapped_name(name))
     check_belongs(model, optimizers)
     held = [param for _, group in _groups(optimizers) for param in group["params"]]
     for key, count in Counter(map(id, held)).items():

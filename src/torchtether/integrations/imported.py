@@ -15,6 +15,7 @@ from torch import nn
 from ..checkpoint.reader import Checkpoint
 from ..renaming.steps import Rename
 from ..ties.names import named_tensors
+from ..torch_private.modules import unwrapped_name
 
 _MODELING = "transformers.modeling_utils"
 
@@ -59,7 +60,7 @@ def names_of_library(model: nn.Module, checkpoint: Checkpoint) -> Rename:
     """Return the rename rules of a transformers model; ``None`` if all names and shapes match the model already."""
     if not is_of_transformers(model):
         return None
-    shapes = {name: tuple(tensor.shape) for name, tensor in named_tensors(model).items()}
+    shapes = {unwrapped_name(name): tuple(tensor.shape) for name, tensor in named_tensors(model).items()}
     if all(name in shapes and checkpoint.fit(name, shapes[name]) == shapes[name] for name in checkpoint):
         return None
     from .transformers_names import transformers_names

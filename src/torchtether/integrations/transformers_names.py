@@ -22,7 +22,7 @@ from ..geometry.views import Shape
 from ..renaming.named_tensors import NamedTensor, Rule, broken, find_dim, find_mismatch
 from ..renaming.pieces import concatenated, narrowed, reordered, stacked, transposed
 from ..ties.names import named_tensors
-from ..torch_private.modules import transient_names
+from ..torch_private.modules import transient_names, unwrapped_name
 
 _Values = dict[str, list[NamedTensor]]
 """The intermediate tensors of a converter, by the source or target pattern that they belong to."""
@@ -63,7 +63,8 @@ class _ModelNames(Rule):
     def prepared(self) -> _PreparedNames:
         """Return the rule with the tensors and transforms of the model, which take time to collect."""
         transient = transient_names(self.model)
-        tensors = {name: tensor for name, tensor in named_tensors(self.model).items() if name not in transient}
+        every = named_tensors(self.model).items()
+        tensors = {unwrapped_name(name): tensor for name, tensor in every if name not in transient}
         transforms = get_model_conversion_mapping(self.model)
         renamings = [one for one in transforms if isinstance(one, ops.WeightRenaming)]
         converters = [one for one in transforms if isinstance(one, ops.WeightConverter)]

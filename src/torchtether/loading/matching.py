@@ -17,6 +17,7 @@ from ..geometry.blocks import STOCK, is_strided
 from ..geometry.views import Shape, View, lies_in
 from ..integrations.imported import NAMING, names_of_library
 from ..renaming.renamed_checkpoint import RenamedCheckpoint
+from ..renaming.steps import with_wrappers
 from ..ties.components import Component, Member
 from ..weights.spec import order_of
 from ..weights.weight import Weight
@@ -40,7 +41,7 @@ def match(model: nn.Module, checkpoint: Checkpoint, options: LoadOptions) -> Dra
     rename = options.rename
     if rename is None and NAMING in sys.modules:
         rename = names_of_library(model, checkpoint)
-    return match_renamed(model, RenamedCheckpoint(checkpoint, rename), options)
+    return match_renamed(model, RenamedCheckpoint(checkpoint, with_wrappers(rename, model)), options)
 
 
 def match_renamed(model: nn.Module, given: RenamedCheckpoint, options: LoadOptions) -> Draft:

@@ -102,6 +102,12 @@ def _fault_of_cut(step: Step, whole: RenamedCheckpoint, cut: RenamedCheckpoint, 
             cut.check(name)
         elif step.is_encoded and step.scheme is not None:
             shape = tuple(step.held.shape)
+            if any(range_ != (0, size) for range_, size in zip(box[1:], shape[1:], strict=True)):
+                # scales over parts of rows would be other values than one process has, and no save could join them
+                return (
+                    f"this rank holds {list(box)} of its shape {shape}, and Weights are split by rows only. "
+                    f"Shard it along dimension 0, or exclude it from quantize= with {{{name!r}: None, ...}}."
+                )
             part_rows(step.scheme.layout(shape), shape, *box[0])
     except TetherError as error:
         return f"{error.what}. Use another number of ranks, a scheme with other blocks, or no scheme."

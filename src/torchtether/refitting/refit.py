@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import closing
+from contextlib import ExitStack, closing
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from ..loading.options import LoadOptions, fault
 from ..loading.report import raise_faults
 from ..loading.steps import Draft
 from ..renaming.renamed_checkpoint import RenamedCheckpoint
-from ..renaming.steps import Rename
+from ..renaming.steps import Rename, with_wrappers
 from ..ties.names import is_sharded, named_tensors
 from ..torch_private.modules import transient_names
 from .arrivals import Arrivals, fault_of_tensor
@@ -103,7 +103,10 @@ def refit(
     with Deferred() as signals, closing(Writer(signals, atomic == "full")) as writer:
         work = _Refit(model, target, rename, writer, signals)
         if isinstance(source, (str, PathLike)):
-            with Checkpoint(Path(source) if isinstance(source, PathLike) else source) as checkpoint:
+            with ExitStack() as files:
+                with target.together():  # a rank that cannot open it must not leave the others waiting
+                    path = Path(source) if isinstance(source, PathLike) else source
+                    checkpoint = files.enter_context(Checkpoint(path))
                 work.listed(checkpoint)
         elif isinstance(source, Checkpoint):
             work.listed(source)
@@ -157,7 +160,8 @@ class _Refit:
         with target.together(), uncollected():
             if rename is None:
                 rename = names_of_library(target.whole, checkpoint)
-            draft = target.match(RenamedCheckpoint(checkpoint, rename), LoadOptions(is_refit=True))
+            given = RenamedCheckpoint(checkpoint, with_wrappers(rename, target.whole))
+            draft = target.match(given, LoadOptions(is_refit=True))
             if hasattr(checkpoint, "store"):
                 checkpoint.store.check_sizes()
             found = [*faults, *draft.faults, *self.writer.check(draft.steps, draft.given)]
@@ -169,7 +173,7 @@ class _Refit:
 
     def streamed(self, source: Iterator[Any]) -> None:
         """Write the pairs of ``source`` as they come."""
-        arrivals = Arrivals(self._target, self._rename, self.writer)
+        arrivals = Arrivals(self._target, with_wrappers(self._rename, self._target.whole), self.writer)
 
         def take_all() -> None:
             while (pair := self._signals.during(next, source, _END)) is not _END:

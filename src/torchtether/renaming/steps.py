@@ -7,9 +7,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from torch import nn
+
 from .._checks import describe
 from ..errors import RuleError, TetherError
 from ..ties.names import nearest
+from ..torch_private.modules import wrapped_paths
 from .named_tensors import NamedTensor, Rule
 
 Substitution = tuple[str, str]
@@ -45,6 +48,19 @@ def renamed(names: Iterable[NamedTensor], rename: Rename) -> tuple[list[NamedTen
             called = ((one, _called(step, one.name)) for one in now)
             now = [replace(one, name=name) for one, name in called if name is not None]
     return now, faults
+
+
+def with_wrappers(rename: Rename, model: nn.Module) -> Rename:
+    """Return ``rename``, then a step for modules of ``model`` in a ``checkpoint_wrapper``, which files do not name."""
+    paths = wrapped_paths(model)
+    if not paths:
+        return rename
+
+    def wrap(name: str) -> str:
+        path, _, leaf = name.rpartition(".")
+        return f"{paths[path]}.{leaf}" if path in paths else name
+
+    return [*_steps(rename), wrap]
 
 
 _FIX = "Give pairs, tt.Concat, tt.Split, tt.Stack, tt.Transpose, tt.Rotary, mappings or functions."

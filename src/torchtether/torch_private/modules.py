@@ -25,6 +25,21 @@ def uncompiled(model: _Model) -> _Model:
     return found._orig_mod if compiling and isinstance(model, compiling.OptimizedModule) else found  # type: ignore[no-any-return]
 
 
+_WRAPPED = "_checkpoint_wrapped_module"
+"""The name of the module inside the one that torch's ``checkpoint_wrapper`` (activation checkpointing) makes."""
+
+
+def unwrapped_name(name: str) -> str:
+    """Return ``name`` as ``state_dict()`` spells it: without the parts that torch's ``checkpoint_wrapper`` adds."""
+    return name.replace(f"{_WRAPPED}.", "")
+
+
+def wrapped_paths(model: nn.Module) -> dict[str, str]:
+    """Return the path of each module inside a ``checkpoint_wrapper``, by the path that ``state_dict()`` has for it."""
+    paths = [path for path, _ in model.named_modules(remove_duplicate=False) if _WRAPPED in path]
+    return {unwrapped_name(f"{path}.")[:-1]: path for path in paths}
+
+
 def current_method(name: str) -> tuple[Method, bool]:
     """Return the current method ``name`` of ``nn.Module``, and whether it is torch's own."""
     found = getattr(nn.Module, name)
