@@ -91,9 +91,16 @@ def einsum(op: Any, *args: Any, **kwargs: Any) -> Any:
     return op(*args, **kwargs)
 
 
-@rule(torch.nn.functional.multi_head_attention_forward, kind="decoded")
-def attention(op: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run it on the decoded values, with gradients: the products inside repeat a Weight for each matrix of a batch."""
+BATCHED = (
+    torch.nn.functional.multi_head_attention_forward,
+    *(torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu),
+)
+"""Functions whose products repeat a Weight for each matrix of a batch."""
+
+
+@rule(*BATCHED, kind="decoded")
+def batched(op: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run it on the decoded values, with gradients."""
 
     def values(weight: Weight) -> Tensor:
         return weight.dequantize() if weight.spec.activations is None else weight
