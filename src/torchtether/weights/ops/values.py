@@ -10,7 +10,7 @@ from torch import Tensor
 from ..._warnings import warn
 from ...torch_private.dispatching import has_kernel, schema_of, tree_map_only
 from ...torch_private.tensors import as_plain
-from ..dispatch import rule
+from ..dispatch import FOLDS, rule
 from ..weight import Weight
 from .below_autograd import matrix_product
 
@@ -108,6 +108,12 @@ def batched(op: Any, *args: Any, **kwargs: Any) -> Any:
     args, kwargs = tree_map_only(Weight, values, (args, kwargs))
     with as_plain():
         return op(*args, **kwargs)
+
+
+_FUSED = (torch._transformer_encoder_layer_fwd, torch._native_multi_head_attention)
+"""What modules in eval mode call instead of their parts; eager they do so for plain tensors only."""
+
+FOLDS.update({torch.einsum: einsum, **dict.fromkeys((*BATCHED, *_FUSED), batched)})
 
 
 _warned: set[Any] = set()
