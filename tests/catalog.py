@@ -377,6 +377,10 @@ def sample(op) -> Sample:
     return build
 
 
+_TOKENS = rand(2, 3, COLUMNS)
+_RECURRENT = (False, 1, 0.0, False, False, True)
+"""No biases, one layer, no dropout, not in training, not in both directions, a batch first."""
+
 FUNCTIONS: dict[Any, Sample] = {
     F.linear: _call(rand(3, COLUMNS), W),
     F.embedding: _call(torch.tensor([[0, 3], [ROWS - 1, 0]]), W),
@@ -391,6 +395,9 @@ FUNCTIONS: dict[Any, Sample] = {
         *(rand(ROWS, ROWS), rand(ROWS)),
         **{"use_separate_proj_weight": True, "q_proj_weight": rand(ROWS, ROWS), "k_proj_weight": W, "v_proj_weight": W},
     ),
+    torch.lstm: _call(_TOKENS, [rand(1, 2, 4)] * 2, [W, rand(16, 4)], *_RECURRENT),
+    torch.gru: _call(_TOKENS, rand(1, 2, 5), [lambda w: w[:15], rand(15, 5)], *_RECURRENT),
+    **dict.fromkeys((torch.rnn_tanh, torch.rnn_relu), _call(_TOKENS, rand(1, 2, 16), [W, rand(16, 16)], *_RECURRENT)),
     torch.Tensor.module_load: _call(W, rand(ROWS, COLUMNS)),
     torch.Tensor.data.__set__: _call(lambda w: w.clone(), W),
     torch.Tensor.data_ptr: _call(lambda w: w.to("meta")),  # elsewhere it differs from the plain tensor's

@@ -61,6 +61,40 @@ def test_weights_that_require_grad_are_exported_and_decomposed(scheme):
     assert model.head.weight.requires_grad
 
 
+class Einsum(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(2, 8, 64))
+
+    def forward(self, x):
+        return torch.einsum("bni,eoi->bneo", x, self.weight)
+
+
+BATCHED = [
+    Einsum,
+    lambda: torch.nn.TransformerEncoderLayer(64, 4, 64, batch_first=True),
+    lambda: torch.nn.GRU(64, 64, batch_first=True),
+]
+
+
+@own_warnings
+@pytest.mark.filterwarnings("ignore:The tensor attribute:UserWarning")  # of recurrent modules, also of plain ones
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("make", BATCHED)
+def test_products_of_batches_are_exported_and_compiled(make, grad):
+    """Below these functions the compiler would meet a Weight that is repeated for each matrix of a batch."""
+    model = make().eval().requires_grad_(grad)
+    names = [name for name, one in model.named_parameters() if one.dim() > 1]
+    tt.quantize(model, dict.fromkeys(names, "int8"))
+    x = torch.randn(2, 3, 64)
+    expected, runs = model(x), [torch.export.export(model, (x,)).module()]
+    if not isinstance(model, torch.nn.GRU):  # dynamo does not support it
+        torch._dynamo.reset()
+        runs.append(torch.compile(model, fullgraph=True, backend="aot_eager"))
+    for run in runs:
+        torch.testing.assert_close(run(x), expected, rtol=1e-5, atol=1e-5)
+
+
 @own_warnings
 def test_a_wrapped_parameter_and_an_own_kind_are_exported_as_they_train():
     class Sixteenths(tt.WrapperTensor):

@@ -207,6 +207,17 @@ def test_recurrent_modules_run_with_quantized_weights():
     torch.testing.assert_close(lstm(x)[0], twin(x)[0])
 
 
+@pytest.mark.parametrize("kind", [torch.nn.LSTM, torch.nn.GRU, torch.nn.RNN])
+def test_recurrent_modules_take_batches_first(kind):
+    """Torch repeats the weights of some for each matrix of such a batch."""
+    module = kind(64, 64, batch_first=True, dtype=torch.float64).requires_grad_(False)
+    tt.quantize(module, {"*weight*": "int8"})
+    x = rand(2, 5, 64).double().requires_grad_()
+    made, expected = (one(x)[0] for one in (module, tt.dequantize(copy.deepcopy(module))))
+    torch.testing.assert_close(made, expected)
+    torch.testing.assert_close(*(torch.autograd.grad(out.square().sum(), x)[0] for out in (made, expected)))
+
+
 ATTENTION = {
     "one": (dict(), ["in_proj_weight"]),
     "three": (dict(kdim=32, vdim=16), ["q_proj_weight", "k_proj_weight", "v_proj_weight"]),

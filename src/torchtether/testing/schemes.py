@@ -310,6 +310,27 @@ def _writes(subject: _SchemeUnderTest) -> None:
 
 @law(
     LAWS,
+    "updates",
+    "update rounds to one of two neighbours, so that the mean of many draws is the value",
+    "training changes the weights by other steps than the optimizer's, or not at all",
+)
+def _updates(subject: _SchemeUnderTest) -> None:
+    drifts = []
+    for _, weight in subject.weights(("normal",)):
+        held, shape = weight.parts, weight.spec.base
+        step = subject.scheme.bound(held, shape).expand(shape)
+        wanted = weight.dequantize() + step / 2
+        for _ in range(8):
+            drawn = None if subject.scheme.master(held, shape) is not None else subject.scheme.update(wanted, held)
+            if drawn is None or not bool((step > 0).all()):
+                raise NotApplicable("it has no update that rounds")
+            drifts.append(((subject.scheme.decode(drawn, shape, torch.float32) - wanted) / step).reshape(-1))
+    drift = torch.cat(drifts).mean().item()
+    require(abs(drift) < 0.1, f"the mean of many updates by half of the bound is off by {drift:.2g} of it")
+
+
+@law(
+    LAWS,
     "finite",
     "values that are not finite are refused with a SchemeError of one line, and nothing is written",
     "a NaN in a gradient silently makes a whole block of the weight wrong",
@@ -349,6 +370,28 @@ def _gather(subject: _SchemeUnderTest) -> None:
             wanted = subject.scheme.decode(parts, case.shape, torch.bfloat16)[picked]
             require(made.dtype == wanted.dtype, f"gather returns {made.dtype} instead of {wanted.dtype}")
             require(same_bits(made, wanted), f"gather differs from decode()[index], for {case}")
+
+
+@law(
+    LAWS,
+    "pieces",
+    "decode_into and encode_into write what decode and encode return",
+    "large weights are multiplied as other values, and loaded ones hold other codes",
+)
+def _pieces(subject: _SchemeUnderTest) -> None:
+    for case, values, parts in subject.each(_CALM):
+        rows, columns = math.prod(case.shape[:-1]), case.shape[-1]
+        for dtype in (torch.float32, torch.bfloat16):
+            whole = subject.scheme.decode(parts, case.shape, dtype).reshape(-1, columns)
+            for start, stop in ((0, rows), (rows // 2, rows), (0, 1)):
+                out = torch.full((stop - start, columns), 7.0, dtype=dtype)
+                subject.scheme.decode_into(parts, case.shape, start, stop, out)
+                alike = same_bits(out, whole[start:stop])
+                require(alike, f"decode_into of the rows {start}:{stop} differs from decode, for {case}")
+        written = {name: torch.ones_like(part) for name, part in parts.items()}
+        subject.scheme.encode_into(values.clone(), written)
+        alike = all(same_bits(written[name], part) for name, part in parts.items())
+        require(alike, f"encode_into writes other parts than encode returns, for {case}")
 
 
 @law(
@@ -394,7 +437,7 @@ def _rows(subject: _SchemeUnderTest) -> None:
 def _views(subject: _SchemeUnderTest) -> None:
     for case, _, parts in subject.each(_CALM, rank=2):
         merged = (math.prod(case.shape[:-1]), case.shape[-1])
-        for new in (merged, (1, *case.shape), (math.prod(case.shape),)):
+        for new in (merged, (1, *case.shape), (math.prod(case.shape),), case.shape[::-1]):
             if not _fits(subject.scheme, new) or not subject.scheme.can_view(case.shape, new):
                 continue
             layout = subject.scheme.layout(new)

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..._warnings import warn
 from ...torch_private.dispatching import has_kernel, schema_of, tree_map_only
 from ...torch_private.tensors import as_plain
-from ..dispatch import rule
+from ..dispatch import FOLDS, rule
 from ..weight import Weight
 from .below_autograd import matrix_product
 
@@ -91,9 +91,16 @@ def einsum(op: Any, *args: Any, **kwargs: Any) -> Any:
     return op(*args, **kwargs)
 
 
-@rule(torch.nn.functional.multi_head_attention_forward, kind="decoded")
-def attention(op: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run it on the decoded values, with gradients: the products inside repeat a Weight for each matrix of a batch."""
+BATCHED = (
+    torch.nn.functional.multi_head_attention_forward,
+    *(torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu),
+)
+"""Functions whose products repeat a Weight for each matrix of a batch."""
+
+
+@rule(*BATCHED, kind="decoded")
+def batched(op: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run it on the decoded values, with gradients."""
 
     def values(weight: Weight) -> Tensor:
         return weight.dequantize() if weight.spec.activations is None else weight
@@ -101,6 +108,12 @@ def attention(op: Any, *args: Any, **kwargs: Any) -> Any:
     args, kwargs = tree_map_only(Weight, values, (args, kwargs))
     with as_plain():
         return op(*args, **kwargs)
+
+
+_FUSED = (torch._transformer_encoder_layer_fwd, torch._native_multi_head_attention)
+"""What modules in eval mode call instead of their parts; eager they do so for plain tensors only."""
+
+FOLDS.update({torch.einsum: einsum, **dict.fromkeys((*BATCHED, *_FUSED), batched)})
 
 
 _warned: set[Any] = set()
