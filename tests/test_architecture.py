@@ -55,6 +55,7 @@ NEEDED_ELSEWHERE = {
     "integrations/transformers_files.py": {"transformers"},
     "integrations/transformers_names.py": {"transformers"},
     "integrations/transformers_values.py": {"transformers"},
+    "integrations/transformers_version.py": {"transformers"},
     "weights/products/bitsandbytes_4bit.py": {"bitsandbytes"},
 }
 

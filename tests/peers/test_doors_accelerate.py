@@ -214,6 +214,16 @@ def test_a_state_of_floats_is_loaded_into_a_model_that_was_quantized_since(accel
     assert model.head.weight is model.emb.weight
 
 
+def test_an_accelerate_that_cannot_unwrap_compiled_models_is_refused_before_training(accelerator, monkeypatch):
+    from torchtether.integrations.accelerate import attach
+
+    monkeypatch.setattr(accelerator, "unwrap_model", lambda model, keep_fp32_wrapper=True: model)  # as in 1.2
+    with pytest.raises(ImportError, match=f"^accelerate: this is {accelerate.__version__}.* 1.3 or newer. Update it.$"):
+        attach(accelerator)
+    assert not accelerator._save_model_state_pre_hook
+    assert not accelerator._load_model_state_pre_hook
+
+
 def test_two_models_in_one_state(accelerator, tmp_path):
     from torchtether.integrations.accelerate import attach
 

@@ -612,6 +612,18 @@ def test_an_operation_that_is_not_known_is_a_fault_that_names_it(mapped, tmp_pat
     assert "Doubled" in fault
 
 
+def test_a_transformers_whose_operations_are_others_is_a_fault_that_says_so(mapped, monkeypatch, tmp_path):
+    from transformers.core_model_loading import Transpose, WeightConverter
+
+    mapped(WeightConverter("a.weight", "b.weight", operations=[Transpose(0, 1)]))
+    config = published(tmp_path, {"a.weight": (4, 6)}, {"b.weight": (6, 4)})
+    assert not tt.plan_load(Parts(config), tmp_path).faults
+    monkeypatch.setattr(transformers, "__version__", "5.8.1")
+    (fault,) = tt.plan_load(Parts(config), tmp_path).faults
+    assert fault.startswith("b.weight: transformers converts it by Transpose")
+    assert fault.endswith("from 5.9 on, this is 5.8.1. Update transformers.")
+
+
 @pytest.mark.parametrize("name", operations())
 def test_what_has_another_rank_is_a_fault(name, mapped, tmp_path):
     from transformers.core_model_loading import WeightConverter

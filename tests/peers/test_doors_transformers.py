@@ -1,8 +1,10 @@
 """transformers' own code with Weights inside: fused experts, ``from_pretrained``, ``save_pretrained``."""
 
 import copy
+import importlib
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -572,3 +574,29 @@ def test_the_guide_runs(tmp_path, monkeypatch):
     text = (Path(__file__).parents[2] / "tutorials" / "guides" / "integrations.md").read_text()
     (code,) = re.findall(r"```py\n(.*?)```", text, re.DOTALL)
     exec(compile(code, "integrations.md", "exec"), {})
+
+
+@pytest.mark.parametrize("version", ["5.0.0", "5.20.2", "5.22.2"])
+def test_an_old_transformers_is_refused_and_never_gives_random_values(tmp_path, monkeypatch, version):
+    from torchtether.integrations.transformers import TetherConfig
+
+    auto = transformers.AutoModelForCausalLM
+    model = built(CONFIGS["tied"]())
+    model.save_pretrained(tmp_path / "plain")
+    tt.quantize(model, "int8").save_pretrained(tmp_path / "quantized")
+    monkeypatch.setattr(transformers, "__version__", version)
+    for folder, options in {"plain": {"quantization_config": TetherConfig("int8")}, "quantized": {}}.items():
+        with pytest.raises(ImportError, match="^transformers: .*5.23 or newer. Update") as caught:
+            auto.from_pretrained(tmp_path / folder, **options)
+        assert version in str(caught.value)
+        assert "\n" not in str(caught.value)
+
+
+def test_a_transformers_without_the_modules_that_ours_imports_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers.core_model_loading", None)  # as in transformers 4
+    monkeypatch.delitem(sys.modules, "torchtether.integrations.transformers", raising=False)
+    with pytest.raises(ImportError, match="core_model_loading"):
+        importlib.import_module("torchtether.integrations.transformers")
+    monkeypatch.setattr(transformers, "__version__", "4.57.6")
+    with pytest.raises(ImportError, match="this is 4.57.6, .* 5.23 or newer"):
+        importlib.import_module("torchtether.integrations.transformers")

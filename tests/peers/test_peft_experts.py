@@ -294,3 +294,16 @@ def test_losses_on_ranks_are_those_of_one_process(world):
     assert wanted[2] < wanted[0] != wanted[3] > wanted[5]
     for found in spawn(losses_of, world, world):
         assert found == pytest.approx(wanted, rel=2e-5)
+
+
+def test_a_peft_that_gives_no_factors_keeps_its_own_code():
+    from torchtether.integrations.peft_experts import install
+
+    class Old:  # ParamWrapper before PEFT 0.21
+        def _activate_lora(self, active_adapters): ...
+
+        def forward(self, x): ...
+
+    before = dict(vars(Old))
+    install(Old)
+    assert dict(vars(Old)) == before

@@ -10,9 +10,11 @@ the open checkpoint to accelerate as ``state_dict``; each tensor is read when a 
 
 from __future__ import annotations
 
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
+import accelerate  # type: ignore[import-untyped]
 from accelerate.utils import SAFE_WEIGHTS_NAME  # type: ignore[import-untyped]
 from torch import nn
 
@@ -29,7 +31,10 @@ def attach(accelerator: Any) -> None:
     no model has a Weight, and under FSDP and DeepSpeed, accelerate's own code runs.
 
     ``load_state`` raises CheckpointError for an absent or damaged file, RuntimeError for a file of another model.
+    ``attach`` raises ImportError if this accelerate cannot give the module inside a compiled model.
     """
+    if "keep_torch_compile" not in signature(accelerator.unwrap_model).parameters:
+        raise ImportError(f"accelerate: this is {accelerate.__version__}, and attach needs 1.3 or newer. Update it.")
 
     def save_models(models: list[nn.Module], weights: list[Any], output_dir: str) -> None:
         if len(weights) != len(models) or not any(map(_has_weights, models)):

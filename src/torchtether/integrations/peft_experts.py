@@ -235,8 +235,11 @@ def _spans(stops: list[int]) -> Iterator[tuple[int, slice]]:
 
 
 def install(kind: Any) -> None:
-    """Make ``kind``, PEFT's ``ParamWrapper``, use AdaptedExperts for Weights of three dimensions; once."""
-    if kind.forward.__module__ != __name__:
+    """Make ``kind``, PEFT's ``ParamWrapper``, use AdaptedExperts for Weights of three dimensions; once.
+
+    PEFT before 0.21 has no factors to give: there its own code decodes all experts of a layer, and adds the product.
+    """
+    if hasattr(kind, "get_delta_factors") and kind.forward.__module__ != __name__:
         kind._activate_lora, kind.forward = _activated(kind._activate_lora), _outside_of_graphs(kind.forward)
 
 

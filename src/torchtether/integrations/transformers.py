@@ -18,12 +18,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.core_model_loading import ConversionOps, WeightRenaming
-from transformers.integrations.accelerate import load_offloaded_parameter
 from transformers.modeling_utils import PreTrainedModel
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from .transformers_version import check_version
+
+try:
+    from transformers.core_model_loading import ConversionOps, WeightRenaming
+    from transformers.integrations.accelerate import load_offloaded_parameter
+except ImportError:
+    check_version()
+    raise
 
 from ..conversion.quantizing import dequantize
 from ..conversion.selection import Rules, schemes_for
@@ -175,7 +182,8 @@ class TetherQuantizer(HfQuantizer):  # type: ignore[misc]
         self._conversions: Any = None
 
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
-        """Raise CheckpointError for a device map with "disk": accelerate would read the source's floats from there."""
+        """Raise ImportError for an old transformers, CheckpointError for "disk": accelerate would read floats there."""
+        check_version()
         if isinstance(device_map, Mapping) and "disk" in device_map.values():
             fix = "Load without it, then tt.save(model, dir) and accelerate.cpu_offload(..., state_dict=tt.open(dir))."
             raise CheckpointError("a Weight cannot be placed on 'disk'", name="device_map", fix=fix)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers import core_model_loading as ops
@@ -23,6 +24,7 @@ from ..renaming.named_tensors import NamedTensor, Rule, broken, find_dim, find_m
 from ..renaming.pieces import concatenated, narrowed, reordered, stacked, transposed
 from ..ties.names import named_tensors
 from ..torch_private.modules import transient_names, unwrapped_name
+from .transformers_version import CONVERTS_NAMES, is_before
 
 _Values = dict[str, list[NamedTensor]]
 """The intermediate tensors of a converter, by the source or target pattern that they belong to."""
@@ -145,6 +147,11 @@ class _Group:
 
     def _step(self, operation: Any) -> Callable[[_Group, Any, _Values], _Values]:
         kind = type(operation)
+        if is_before(CONVERTS_NAMES):
+            self.refuse(
+                f"transformers converts it by {kind.__name__}, and torchtether knows that from {CONVERTS_NAMES} on, "
+                f"this is {transformers.__version__}. Update transformers."
+            )
         if kind.__name__ not in _STEPS or kind.__module__ != ops.__name__:
             self.refuse(
                 f"transformers converts it by {kind.__name__}, which torchtether does not know. "

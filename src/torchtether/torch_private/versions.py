@@ -26,11 +26,11 @@ TESTED = ("2.13.0", "2.15.0")
 
 def warn_if_untested() -> None:
     """Warn, on one line, if this torch is newer than the newest that was tested."""
-    if _minor(torch.__version__) > _minor(TESTED[-1]):
+    if minor_of(torch.__version__) > minor_of(TESTED[-1]):
         warn(f"torchtether was tested with torch {TESTED[0]} to {TESTED[-1]}, this is torch {torch.__version__}")
 
 
-def _minor(version: str) -> list[int]:
+def minor_of(version: str) -> list[int]:
     """Return the first two numbers of ``version``: patch releases change no behaviour."""
     return [int(number) for number in re.findall(r"\d+", version)[:2]]
 
