@@ -64,6 +64,27 @@ def test_it_keeps_every_law(make):
     assert not check_tensor_subclass(make).check().skipped
 
 
+@pytest.mark.parametrize("trains", [False, True])
+@pytest.mark.parametrize(
+    "way", [torch.nn.functional.linear, lambda x, w: x @ w.t(), lambda x, w: torch.matmul(w, x.mT)]
+)
+def test_products_with_batches_of_any_stride(way, trains):
+    """Torch may repeat a matrix for each one of a batch, by a view that no wrapper has."""
+    held = MAKERS["both"]().requires_grad_(trains)
+    plain = held.dequantize().requires_grad_(trains)
+    given = torch.randn(5, 2, 16)
+    for compiled in (way, torch.compile(way, backend="aot_eager", fullgraph=True)):
+        for turn in (lambda x: x, lambda x: x.transpose(0, 1), lambda x: x[:, :1].transpose(0, 1)):
+            x, same = (turn(given).detach().requires_grad_() for _ in range(2))
+            made, wanted = compiled(x, held), way(same, plain)
+            torch.testing.assert_close(made, wanted)
+            made.square().sum().backward()
+            wanted.square().sum().backward()
+            torch.testing.assert_close(x.grad, same.grad)
+    if trains:
+        torch.testing.assert_close(held.grad, plain.grad)
+
+
 def test_a_part_that_is_none_stays_so():
     plain, shifted = MAKERS["one"](), MAKERS["both"]()
     assert plain.__tensor_flatten__()[0] == ["codes", "scale"]

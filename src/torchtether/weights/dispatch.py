@@ -26,6 +26,9 @@ REFUSED: dict[Any, str] = {}
 FOLDS: dict[Any, Rule] = {}
 """Functions that are rewritten under the compiler, too, because no aten op below them could have the rule."""
 
+PRODUCTS: dict[Any, Rule] = {}
+"""Those of ``FOLDS`` that make one matrix of a batch, which every wrapper subclass needs."""
+
 SHORTCUTS: dict[Any, Callable[[tuple[Any, ...], dict[str, Any] | None], Any]] = {}
 """Fast functions, tried with the arguments and keywords before the rule; ``None`` means that the rule must run."""
 

@@ -22,6 +22,7 @@ from ..torch_private.dispatching import (
 )
 from ..torch_private.observers import never_compiled
 from ..torch_private.tensors import as_plain, make_wrapper
+from .dispatch import PRODUCTS
 from .inner import empty_storage, from_pickle, to_pickle
 from .spec import WeightSpec, to_base
 from .wrapping import REQUIRES_GRAD, Wrapping
@@ -216,6 +217,8 @@ class WrapperTensor(Wrapping):
             raise UnsupportedOpError(
                 f".data of a {cls.__name__} cannot be set: torch would ignore it silently", fix="Use copy_()."
             )
+        if func in PRODUCTS:
+            return PRODUCTS[func](func, *args, **(kwargs or {}))
         with as_plain():
             return func(*args, **(kwargs or {}))
 

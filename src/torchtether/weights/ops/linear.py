@@ -10,10 +10,11 @@ from torch import Tensor
 from ...geometry.blocks import STOCK
 from ...torch_private.observers import is_autocasting, is_observed, is_tracing
 from ...torch_private.tensors import as_plain
-from ..dispatch import FOLDS, SHORTCUTS, rule
+from ..dispatch import FOLDS, PRODUCTS, SHORTCUTS, rule
 from ..products import cpu, rounding
 from ..products.layout import DTYPES
 from ..weight import Weight
+from ..wrapping import Wrapping
 from .product import by_parts, decoded_linear, is_batch, plain_linear, records_graph, traced
 
 aten = torch.ops.aten
@@ -111,8 +112,9 @@ def matmul(op: Any, first: Any, second: Any, **kwargs: Any) -> Any:
 
 
 def _is_matrix(weight: Any) -> bool:
-    return isinstance(weight, Weight) and weight.dim() == 2
+    return isinstance(weight, Wrapping) and weight.dim() == 2
 
 
-FOLDS.update(dict.fromkeys((torch.matmul, Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__), matmul))
-FOLDS[torch.nn.functional.linear] = plain_linear
+PRODUCTS.update(dict.fromkeys((torch.matmul, Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__), matmul))
+PRODUCTS[torch.nn.functional.linear] = plain_linear
+FOLDS.update(PRODUCTS)

@@ -18,6 +18,7 @@ from ..products import bitsandbytes_4bit, chunks, cpu, decoding, gpu, int8pack, 
 from ..products.layout import DTYPES, Layout, layout_of
 from ..products.table import ANY, kernels_for
 from ..weight import Weight
+from ..wrapping import Wrapping
 from .rows import cut_rows
 
 SCRATCH = 32 * 2**20
@@ -61,7 +62,7 @@ def traced(weight: Weight) -> Tensor:
 
 def plain_linear(op: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     with as_plain():
-        if isinstance(weight, Weight) and is_batch(input):
+        if isinstance(weight, Wrapping) and is_batch(input):
             folded: Tensor = op(input.flatten(0, -2), weight, bias)
             return folded.view(*input.shape[:-1], weight.shape[0])
         made: Tensor = op(input, weight, bias)
@@ -69,11 +70,11 @@ def plain_linear(op: Any, input: Tensor, weight: Tensor, bias: Tensor | None = N
 
 
 def is_batch(x: Any) -> bool:
-    """Return whether torch may repeat a Weight for each matrix of ``x`` rather than make ``x`` one matrix.
+    """Return whether torch may repeat a wrapper for each matrix of ``x`` rather than make ``x`` one matrix.
 
     It does for some strides, also of dimensions of size 1.
     """
-    is_plain = isinstance(x, Tensor) and not isinstance(x, Weight) and not x.is_nested
+    is_plain = isinstance(x, Tensor) and not isinstance(x, Wrapping) and not x.is_nested
     return is_plain and x.layout is torch.strided and x.dim() > 2
 
 
