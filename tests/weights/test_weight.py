@@ -216,6 +216,7 @@ def test_recurrent_modules_take_batches_first(kind):
     made, expected = (one(x)[0] for one in (module, tt.dequantize(copy.deepcopy(module))))
     torch.testing.assert_close(made, expected)
     torch.testing.assert_close(*(torch.autograd.grad(out.square().sum(), x)[0] for out in (made, expected)))
+    assert torch.equal(tt.quantize_activations(module, "int8")(x)[0], made)  # for F.linear only
 
 
 ATTENTION = {

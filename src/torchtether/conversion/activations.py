@@ -38,7 +38,7 @@ def quantize_activations(model: Model, to: Activations = "int8", *, only: str | 
     ``F.grouped_mm`` multiplies (experts), are included only if a glob matches their name.  The setting is part of the
     Weight, as its tie is: it stays through conversions, loads, quantizing again, copies and files of ``tt.save``, and
     ends with ``dequantize``.  Gradients pass as if nothing were rounded.  A row with a value that is not finite gives
-    nan.  The products of convolutions, embeddings and ``x @ weight`` are not affected.
+    nan.  The products of convolutions, embeddings, recurrent modules and ``x @ weight`` are not affected.
 
     Raises:
         ArgumentError: ``to`` is none of these values.

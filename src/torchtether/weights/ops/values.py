@@ -84,23 +84,20 @@ def product(op: Any, *args: Any, **kwargs: Any) -> Any:
     return op(*args, **kwargs)
 
 
-@rule(torch.einsum, kind="decoded")
-def einsum(op: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run einsum on the decoded values, with gradients: torch would permute and split a Weight before its ``bmm``."""
+DECODED = (torch.einsum, torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
+"""Functions that permute a Weight and split it, or repeat it for each matrix of a batch."""
+
+
+@rule(*DECODED, kind="decoded")
+def decoded(op: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run it on the decoded values, with gradients; inputs are not rounded."""
     args, kwargs = tree_map_only(Weight, Weight.dequantize, (args, kwargs))
     return op(*args, **kwargs)
 
 
-BATCHED = (
-    torch.nn.functional.multi_head_attention_forward,
-    *(torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu),
-)
-"""Functions whose products repeat a Weight for each matrix of a batch."""
-
-
-@rule(*BATCHED, kind="decoded")
-def batched(op: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run it on the decoded values, with gradients."""
+@rule(torch.nn.functional.multi_head_attention_forward, kind="decoded")
+def attention(op: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run it on the decoded values, with gradients: the products inside repeat a Weight for each matrix of a batch."""
 
     def values(weight: Weight) -> Tensor:
         return weight.dequantize() if weight.spec.activations is None else weight
@@ -113,7 +110,8 @@ def batched(op: Any, *args: Any, **kwargs: Any) -> Any:
 _FUSED = (torch._transformer_encoder_layer_fwd, torch._native_multi_head_attention)
 """What modules in eval mode call instead of their parts; eager they do so for plain tensors only."""
 
-FOLDS.update({torch.einsum: einsum, **dict.fromkeys((*BATCHED, *_FUSED), batched)})
+FOLDS.update(dict.fromkeys(DECODED, decoded))
+FOLDS.update(dict.fromkeys((torch.nn.functional.multi_head_attention_forward, *_FUSED), attention))
 
 
 _warned: set[Any] = set()
