@@ -178,7 +178,8 @@ def check_values(name: str, tensor: Tensor) -> None:
         if not is_strided(part):
             library = type(part).__module__.partition(".")[0]
             what = f"it is {describe(part)} of {library}, which keeps its values in other tensors"
-            raise CheckpointError(what, name=name, fix="Call tt.adopt(model), or save its values as a plain tensor.")
+            fix = "Save its values as a plain tensor; tt.adopt(model) takes those of quanto, torchao and bitsandbytes."
+            raise CheckpointError(what, name=name, fix=fix)
         if not has_values(part):
             raise CheckpointError("its memory is freed or fake, so it has no values", name=name, fix="Load it first.")
 

@@ -6,7 +6,6 @@ import copy
 from typing import Any
 
 import torch
-from bitsandbytes.functional import _convert_weight_packed_for_cpu_inverse
 from torch import Tensor, nn
 
 from ..errors import ConversionError
@@ -94,6 +93,8 @@ def _stored(held: Any, state: Any) -> dict[str, Tensor]:
     """Return the tensors in which bitsandbytes stores a 4-bit parameter; neither argument is changed."""
     codes = held.data.as_subclass(Tensor).detach()
     if getattr(state, "packing_format_for_cpu", False):
+        from bitsandbytes.functional import _convert_weight_packed_for_cpu_inverse  # old versions do not pack
+
         state = copy.copy(state)
         state.original_nested = False  # absmax is decoded by now; encoding it again would round
         codes, state = _convert_weight_packed_for_cpu_inverse(codes, state)
