@@ -21,6 +21,7 @@ PROTOCOL = {
     "ValueError": "caught by the caller, who names the tensor",
     "ArgumentTypeError": "argparse prints it",
     "Fault": "caught by the format, which names the tensor",
+    "ImportError": "a library of another version, as importing it says it, and transformers' own quantizers",
     "AttributeError": "what Python asks of a module's __getattr__",
     "UnpicklingError": "caught by the reader, who names the file",
     "NotApplicable": "caught by the runner of the laws, which reports a law as skipped",
