@@ -329,7 +329,7 @@ def test_arguments_that_mean_nothing_are_refused(tmp_path, change, what):
 @pytest.mark.parametrize(
     ("named", "what"),
     [
-        ({"a": 5}, "a: a int is not a tensor"),
+        ({"a": 5}, "a: is an int, not a tensor"),
         ({"": torch.ones(1)}, "must be text, and not empty"),
         ({"a\ud800": torch.ones(1)}, r"a\\ud800: the name is not Unicode text: surrogates not allowed"),
         ({"a": torch.ones(1, device="meta")}, "a: it is on meta"),
