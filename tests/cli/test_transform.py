@@ -156,6 +156,15 @@ def test_a_scheme_that_does_not_fit_and_values_that_cannot_be_name_the_tensor(tm
     assert not (tmp_path / "a").exists()
 
 
+def test_quantizing_again_says_why_nothing_is_selected(source, tmp_path, capsys):
+    assert main(["quantize", str(source), str(tmp_path / "one"), "--scheme", "int8"]) == 0
+    capsys.readouterr()
+    assert main(["quantize", str(tmp_path / "one"), str(tmp_path / "two"), "--scheme", "int4"]) == 1
+    error = capsys.readouterr().err
+    assert "no tensor is selected, and 2 of 8 are quantized already" in error
+    assert error.endswith('decode these first: torchtether convert --dequantize "*".\n')
+
+
 def test_what_is_quantized_stays_as_it_is(source, tmp_path, capsys):
     transform.quantize_checkpoint(source, tmp_path / "one", "int4", include=["mid.weight"])
     transform.quantize_checkpoint(tmp_path / "one", tmp_path / "two", "int8")
