@@ -327,9 +327,28 @@ def test_arguments_that_mean_nothing_are_refused(tmp_path, change, what):
 
 
 @pytest.mark.parametrize(
+    "call", [tt.save, tt.load, lambda _, path: tt.open(path), partial(tt.distributed.save, format="dcp")]
+)
+def test_a_path_that_the_system_refuses_to_look_up_is_an_error_of_ours(tmp_path, call):
+    with pytest.raises(tt.CheckpointError, match=r"x: cannot be (read|written): File name too long"):
+        call(build(Tied), tmp_path / ("x" * 300))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_may_not_be_entered_is_an_error_of_ours(tmp_path, monkeypatch):
+    def refuse(path):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path / ".metadata"))
+
+    tt.save(build(Tied), tmp_path)
+    monkeypatch.setattr("torchtether.files.store.is_dcp", refuse)  # root may enter all folders
+    with pytest.raises(tt.CheckpointError, match=f"{tmp_path.name}: cannot be read: Permission denied"):
+        tt.open(tmp_path)
+
+
+@pytest.mark.parametrize(
     ("named", "what"),
     [
-        ({"a": 5}, "a: a int is not a tensor"),
+        ({"a": 5}, "a: is an int, not a tensor"),
         ({"": torch.ones(1)}, "must be text, and not empty"),
         ({"a\ud800": torch.ones(1)}, r"a\\ud800: the name is not Unicode text: surrogates not allowed"),
         ({"a": torch.ones(1, device="meta")}, "a: it is on meta"),

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -154,6 +155,15 @@ def test_a_scheme_that_does_not_fit_and_values_that_cannot_be_name_the_tensor(tm
     assert main(["quantize", str(tmp_path / "nan.safetensors"), str(tmp_path / "a"), "--scheme", "int8"]) == 1
     assert "torchtether: fc.weight: " in capsys.readouterr().err
     assert not (tmp_path / "a").exists()
+
+
+def test_quantizing_again_says_why_nothing_is_selected(source, tmp_path, capsys):
+    assert main(["quantize", str(source), str(tmp_path / "one"), "--scheme", "int8"]) == 0
+    capsys.readouterr()
+    assert main(["quantize", str(tmp_path / "one"), str(tmp_path / "two"), "--scheme", "int4"]) == 1
+    error = capsys.readouterr().err
+    assert "no tensor is selected, and 2 of 8 are quantized already" in error
+    assert error.endswith('decode these first: torchtether convert --dequantize "*".\n')
 
 
 def test_what_is_quantized_stays_as_it_is(source, tmp_path, capsys):
@@ -719,3 +729,15 @@ def test_the_bias_of_conv1d_tells_that_it_is_no_linear_layer(tmp_path, capsys):
     assert json.loads((tmp_path / "int8/config.json").read_text())["quantization_config"]["dequantize"] is True
     assert main([*quantize, str(tmp_path / "nf4"), "--scheme", "nf4", "--format", "bitsandbytes"]) == 1
     assert "c_attn.weight: its module is not nn.Linear" in capsys.readouterr().err
+
+
+def test_requantizing_encodes_in_the_variant_of_the_format(tmp_path):
+    state = {"fc.weight": torch.randn(64, 64)}
+    tt.save(state, tmp_path / "plain")
+    transform.quantize_checkpoint(tmp_path / "plain", tmp_path / "ours", "int8")
+    convert = partial(transform.convert_checkpoint, tmp_path / "ours", format="bitsandbytes")
+    with pytest.raises(tt.SchemeError, match=r"fc\.weight: bitsandbytes cannot store int8 .* Or use --requantize"):
+        convert(tmp_path / "refused")
+    convert(tmp_path / "theirs", requantize="int8")
+    with tt.open(tmp_path / "theirs") as checkpoint:
+        assert checkpoint["fc.weight"].scheme.narrow_range

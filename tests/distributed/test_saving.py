@@ -442,6 +442,24 @@ def test_a_rank_killed_while_dcp_writes_leaves_nothing_that_looks_like_a_checkpo
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.parametrize("failure", [OSError(28, "No space left on device"), KeyboardInterrupt()], ids=repr)
+def test_dcp_fails_in_one_line_and_leaves_nothing(tmp_path, monkeypatch, failure):
+    def refuse(*args):
+        try:
+            raise failure
+        finally:
+            if isinstance(failure, OSError):
+                raise RuntimeError("[enforce fail at inline_container.cc:672]")
+
+    monkeypatch.setattr(dcp.FileSystemWriter, "write_data", refuse)
+    expected = tt.CheckpointError if isinstance(failure, OSError) else KeyboardInterrupt
+    with pytest.raises(expected) as caught:
+        tt.distributed.save(nn.Linear(3, 3), tmp_path / "new", format="dcp")
+    if isinstance(failure, OSError):
+        assert str(caught.value) == f"{tmp_path / 'new'}: rank 0 cannot write it: No space left on device"
+    assert not list(tmp_path.iterdir())
+
+
 def disk_is_full(source, folder, rank):
     import torchtether.files.writer as writer
 

@@ -184,6 +184,8 @@ def test_a_weight_is_made_of_the_type_of_another(row):
         tt.ArgumentError, match=r"parts: is a Tensor without a spec, so its scheme is not known\. Use Weight\.encode"
     ):
         type(old)(rand(16, 64), requires_grad=False)
+    with pytest.raises(tt.ArgumentError, match=r"are a Tensor and a str, not .* To encode values, use Weight\.encode"):
+        type(old)(rand(16, 64), "int8")
 
 
 @each_scheme

@@ -59,7 +59,12 @@ def choose(
             raise SchemeError(error.what, name=owner, fix="Leave it out with --exclude.") from None
         chosen[owner] = scheme
     if not chosen:
-        raise RuleError("no tensor is selected", name=str(checkpoint.path), fix="Select tensors with --include.")
+        what, quantized = "no tensor is selected", sum(one.spec is not None for one in checkpoint.entries.values())
+        fix = "Select tensors with --include."
+        if quantized:
+            what += f", and {quantized} of {len(checkpoint.entries)} are quantized already"
+            fix = 'Select others with --include, or decode these first: torchtether convert --dequantize "*".'
+        raise RuleError(what, name=str(checkpoint.path), fix=fix)
     return chosen
 
 

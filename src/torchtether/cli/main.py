@@ -197,11 +197,14 @@ def _rule(text: str) -> tuple[str, Scheme | None]:
     return glob, None if scheme.strip().lower() == "none" else _scheme(scheme)
 
 
-_SOURCE = "a safetensors file, a folder of them, an index, or org/name[@revision] on the Hugging Face Hub"
+_SOURCE = (
+    "a file (.safetensors, .gguf, or of torch.save), a folder of such files, an index, a DCP folder, or "
+    "org/name[@revision] on the Hugging Face Hub"
+)
 _PATHS = {
     "path": _SOURCE,
     "source": _SOURCE,
-    "target": "a folder that is new or empty, or a new .safetensors file",
+    "target": "a folder that is new or empty, or a new .safetensors file; with --format gguf a new .gguf file",
 }
 
 

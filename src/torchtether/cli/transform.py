@@ -150,6 +150,8 @@ def convert_checkpoint(
 
     written = writable(format)
     fallback = None if requantize is None else resolve(requantize)
+    if fallback is not None and isinstance(written, Variant):
+        fallback = written.variant_of(fallback)
 
     def groups_of(checkpoint: Checkpoint) -> list[_Streamed]:
         ties = ties_of(checkpoint)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
@@ -88,7 +89,10 @@ def save_dcp(
         with ranks.all_or_none(CheckpointError), warnings.catch_warnings():
             if ranks.is_alone:  # torch warns that no_dist=True saves on one process
                 warnings.simplefilter("ignore", UserWarning)
-            save(state, checkpoint_id=temporary, process_group=ranks.group, no_dist=ranks.is_alone)
+            try:
+                save(state, checkpoint_id=temporary, process_group=ranks.group, no_dist=ranks.is_alone)
+            except CheckpointException as error:
+                raise _first_failure(error, path) from error
     except BaseException as error:
         if ranks.rank == 0 and temporary is not None:
             folder.__exit__(type(error), error, error.__traceback__)
@@ -96,6 +100,17 @@ def save_dcp(
     with ranks.all_or_none(CheckpointError):
         if ranks.rank == 0:
             folder.__exit__(None, None, None)
+
+
+def _first_failure(error: CheckpointException, path: Path) -> BaseException:
+    """Return an error of one line for ``error``, which has many and is no Exception, or the interrupt that it wraps."""
+    rank, (failure, _) = next(iter(error.failures.items()))
+    if not isinstance(failure, Exception):
+        return failure
+    while isinstance(failure.__context__, Exception):  # closing a zip file after a failed write fails again
+        failure = failure.__context__
+    text = getattr(failure, "strerror", None) or str(failure).strip() or type(failure).__name__
+    return CheckpointError(f"rank {rank} cannot write it: {text.splitlines()[0]}", name=str(path))
 
 
 def _plain(name: str, tensor: Tensor) -> Tensor:

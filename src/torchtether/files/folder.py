@@ -44,7 +44,7 @@ def new_folder(path: Path) -> Iterator[Path]:
     Raises CheckpointError if ``path`` exists and is not an empty folder, or if the disk refuses.
     """
     target = Path(os.path.realpath(path))
-    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+    if is_taken(target) or (target.is_dir() and any(target.iterdir())):
         raise CheckpointError("it is there already", name=str(path), fix="Give a new or an empty folder.")
     with folder_for(target.parent):
         remove_leftovers(target.parent, short(target.name).__eq__)
@@ -65,8 +65,11 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 
 def is_taken(path: Path) -> bool:
-    """Return whether there is something else than a folder at ``path``."""
-    return path.exists() and not path.is_dir()
+    """Return whether there is something else than a folder at ``path``. Raise CheckpointError if nobody may know."""
+    try:
+        return path.exists() and not path.is_dir()
+    except OSError as error:  # of a folder that may not be entered, or a name that is too long
+        raise CheckpointError(f"cannot be written: {error.strerror or error}", name=str(path)) from error
 
 
 def is_folder(path: Path) -> bool:

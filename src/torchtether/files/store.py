@@ -53,7 +53,10 @@ class Store(Closing):
         is_here = revision is None and os.path.lexists(path)
         self.path: Path = Path(path) if is_here else local_path(path, revision)
         self.name: str = str(self.path)
-        paths, self.index = _find_files(self.path)
+        try:
+            paths, self.index = _find_files(self.path)
+        except OSError as error:  # of a folder whose files the system hides
+            raise CheckpointError(f"cannot be read: {error.strerror or error}", name=self.name) from error
         self.files: list[TensorFile] = []
         self._of_thread = threading.local()
         try:

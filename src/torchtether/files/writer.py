@@ -9,6 +9,7 @@ from io import FileIO
 import torch
 from torch import Tensor
 
+from .._checks import describe
 from ..errors import CheckpointError
 from ..geometry.views import Shape
 from ..progress import Tick, no_tick
@@ -70,7 +71,7 @@ def write_made(
 def check_writable(name: str, tensor: Tensor) -> None:
     """Raise CheckpointError, naming ``name``, if the format cannot hold ``tensor``."""
     if not isinstance(tensor, Tensor):
-        raise CheckpointError(f"a {type(tensor).__name__} is not a tensor", name=name, fix="Leave it out.")
+        raise CheckpointError(f"is {describe(tensor)}, not a tensor", name=name, fix="Leave it out.")
     if tensor.layout != torch.strided or tensor.is_nested:
         raise CheckpointError(f"safetensors cannot store a {tensor.layout} tensor", name=name, fix="Call .to_dense().")
     if tensor.device.type == "meta":

@@ -63,7 +63,9 @@ class Weight(Exporting):
     ) -> Weight:
         if spec is None:
             return cls._parameter(parts, requires_grad)
-        assert not isinstance(parts, Tensor)
+        if not isinstance(spec, WeightSpec) or isinstance(parts, Tensor):
+            what = f"are {describe(parts)} and {describe(spec)}, not a mapping of tensors and a WeightSpec"
+            raise ArgumentError(what, name="parts, spec", fix="To encode values, use Weight.encode(values, scheme).")
         first = next(iter(parts.values()))
         offset = first.storage_offset() if spec.scheme.transparent else 0
         # As in torch, a view of a normal tensor is a normal tensor, in inference mode too.
@@ -87,7 +89,7 @@ class Weight(Exporting):
         ``Weight(weight, requires_grad=...)`` returns ``nn.Parameter(weight, ...)``, because libraries call
         ``type(parameter)(data, requires_grad=...)``.
 
-        Raises ArgumentError for a plain tensor without a spec: its scheme is unknown.
+        Raises ArgumentError for a plain tensor: its scheme is unknown.
         """
         if spec is None or isinstance(parts, Tensor):
             return
