@@ -256,7 +256,7 @@ def test_convert_and_quantize_to_gguf_and_back(tmp_path):
 HEADS, KV_HEADS, SIZE = 4, 2, 64
 
 
-def llama(folder, *, tied=False, family="llama", heads=HEADS, extra=()):
+def llama(folder, *, tied=False, family="llama", heads=HEADS, kv_heads=KV_HEADS, extra=()):
     """A file with one layer, quantized where it has matrices; its blocks by name."""
     shapes = {"token_embd": (16, SIZE), "blk.0.attn_q": (SIZE, SIZE), "blk.0.attn_k": (SIZE // 2, SIZE)}
     shapes |= {"blk.0.attn_v": (SIZE // 2, SIZE), "blk.0.attn_output": (SIZE, SIZE), "blk.0.ffn_gate": (96, SIZE)}
@@ -266,9 +266,9 @@ def llama(folder, *, tied=False, family="llama", heads=HEADS, extra=()):
     for i, norm in enumerate(("blk.0.attn_norm", "blk.0.ffn_norm", "output_norm")):
         tensors.append((f"{norm}.weight", (SIZE,), "F32", torch.full((SIZE,), i + 1.0).numpy().tobytes()))
     tensors.append(("rope_freqs.weight", (8,), "F32", bytes(32)))
-    pairs = {"general.architecture": family, f"{family}.attention.head_count_kv": KV_HEADS, **dict(extra)}
-    if heads is not None:
-        pairs[f"{family}.attention.head_count"] = heads
+    pairs = {"general.architecture": family, **dict(extra)}
+    counts = {f"{family}.attention.head_count": heads, f"{family}.attention.head_count_kv": kv_heads}
+    pairs |= {key: count for key, count in counts.items() if count is not None}
     (folder / "x.gguf").write_bytes(gguf(tensors, pairs))
     return folder / "x.gguf"
 
@@ -348,6 +348,13 @@ def test_names_need_a_known_architecture_and_its_heads(tmp_path):
     tt.save({"w": torch.ones(2)}, tmp_path / "y.safetensors")
     with pytest.raises(tt.CheckpointError, match="it is safetensors, not a GGUF file"):
         tt.gguf_names(tmp_path / "y.safetensors")
+
+
+@pytest.mark.parametrize("kv_heads", [None, KV_HEADS * 2])
+def test_rows_are_not_reordered_among_other_heads(kv_heads, tmp_path):
+    path = llama(tmp_path, kv_heads=kv_heads)
+    with pytest.raises(tt.CheckpointError, match=r"blk\.0\.attn_k\.weight: it has 32 rows .* not \d and 4 equal heads"):
+        tt.gguf_names(path)
 
 
 def test_opening_renames_nothing(tmp_path):
