@@ -1,6 +1,7 @@
 """GGUF: types and their faults, written files, and the names of llama.cpp."""
 
 import json
+import struct
 
 import pytest
 import torch
@@ -9,11 +10,11 @@ from hypothesis import strategies as st
 
 import torchtether as tt
 from tests.formats.files import faults
-from tests.formats.ggufs import gguf
+from tests.formats.ggufs import gguf, value
 from tests.strategies import examples
 from torchtether.cli.main import main
 from torchtether.cli.transform import quantize_checkpoint
-from torchtether.files import PACKINGS, PAIRS
+from torchtether.files import PACKINGS, PAIRS, GgufFile
 from torchtether.formats.gguf_blocks import CODECS
 
 
@@ -249,6 +250,30 @@ def test_convert_and_quantize_to_gguf_and_back(tmp_path):
             assert torch.equal(checkpoint["a.weight"].to(torch.float32).dequantize(), values)
     with pytest.raises(tt.CheckpointError, match="it is there already"):
         quantize_checkpoint(source, tmp_path / "x.gguf", FITTING["Q8_0"], format="gguf")
+
+
+def test_pairs_of_a_file_are_copied_byte_by_byte(tmp_path):
+    """Without the vocabulary llama.cpp cannot load the copy, and it refuses a number of another type."""
+    pairs = {
+        "general.architecture": "llama",
+        "general.alignment": 64,
+        "llama.block_count": (10, struct.pack("<Q", 1)),
+        "llama.attention.head_count_kv": [2, 1],
+        "tokenizer.ggml.tokens": ["<s>", "\u2581a", ""],
+        "tokenizer.ggml.scores": [0.0, -1.5],
+        "tokenizer.ggml.add_bos_token": True,
+    }
+    data = torch.ones(2, 32).numpy().tobytes()
+    (tmp_path / "x.gguf").write_bytes(gguf([("a.weight", (2, 32), "F32", data)], pairs, alignment=64))
+    assert main(["convert", str(tmp_path / "x.gguf"), str(tmp_path / "y.gguf"), "--format", "gguf"]) == 0
+    scheme = "int8(32, scale_dtype=torch.float16)"
+    command = ["quantize", str(tmp_path / "x.gguf"), str(tmp_path / "z.gguf"), "--format", "gguf", "--scheme", scheme]
+    assert main([*command, "--include", "*"]) == 0
+    for copy in ("y.gguf", "z.gguf"):
+        with GgufFile(tmp_path / copy) as file:
+            held = file.raw_pairs()
+        assert held.pop("general.quantization_version") == value(2)
+        assert held == {key: value(one) for key, one in pairs.items() if key != "general.alignment"}, copy
 
 
 # -- names ------------------------------------------------------------------------------------------------------------
