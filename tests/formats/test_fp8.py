@@ -68,6 +68,16 @@ def test_one_scale_or_one_per_row(tmp_path, method, shape, suffix):
         assert list(checkpoint) == ["m.bias", "m.weight"]
 
 
+def test_scales_of_activations_and_of_a_kv_cache_are_spare(tmp_path):
+    """AutoFP8 and Quark store ``kv_scale`` and ``output_scale``, transformers an ``activation_scale`` of experts."""
+    names = ("attn.kv_scale", "attn.k_scale", "attn.q_scale", "m.output_scale", "m.input_scale")
+    names = (*names, "experts.gate_up_proj_activation_scale", "experts.gate_up_proj_input_scale")
+    tensors = {"m.weight": _codes(6, 10), "m.weight_scale": _scales(1, dtype=torch.float32)}
+    tensors |= {name: torch.ones(1) for name in names}
+    with tt.open(write(tmp_path, tensors, {"quant_method": "fp8"})) as checkpoint:
+        assert list(checkpoint) == ["m.weight"]
+
+
 def test_packed_experts_of_deepseek_v4(tmp_path):
     """int8 holds two E2M1 codes, the even one low; their scales are exponents and not byte values."""
     codes = torch.tensor([[0x21, -0x08] + [0] * 14], dtype=torch.int8)  # 0x21: 0.5, 1;  -8 = 0xF8: -0, -6

@@ -1,6 +1,7 @@
 """GGUF: types and their faults, written files, and the names of llama.cpp."""
 
 import json
+import struct
 
 import pytest
 import torch
@@ -9,11 +10,11 @@ from hypothesis import strategies as st
 
 import torchtether as tt
 from tests.formats.files import faults
-from tests.formats.ggufs import gguf
+from tests.formats.ggufs import gguf, value
 from tests.strategies import examples
 from torchtether.cli.main import main
 from torchtether.cli.transform import quantize_checkpoint
-from torchtether.files import PACKINGS, PAIRS
+from torchtether.files import PACKINGS, PAIRS, GgufFile
 from torchtether.formats.gguf_blocks import CODECS
 
 
@@ -251,12 +252,36 @@ def test_convert_and_quantize_to_gguf_and_back(tmp_path):
         quantize_checkpoint(source, tmp_path / "x.gguf", FITTING["Q8_0"], format="gguf")
 
 
+def test_pairs_of_a_file_are_copied_byte_by_byte(tmp_path):
+    """Without the vocabulary llama.cpp cannot load the copy, and it refuses a number of another type."""
+    pairs = {
+        "general.architecture": "llama",
+        "general.alignment": 64,
+        "llama.block_count": (10, struct.pack("<Q", 1)),
+        "llama.attention.head_count_kv": [2, 1],
+        "tokenizer.ggml.tokens": ["<s>", "\u2581a", ""],
+        "tokenizer.ggml.scores": [0.0, -1.5],
+        "tokenizer.ggml.add_bos_token": True,
+    }
+    data = torch.ones(2, 32).numpy().tobytes()
+    (tmp_path / "x.gguf").write_bytes(gguf([("a.weight", (2, 32), "F32", data)], pairs, alignment=64))
+    assert main(["convert", str(tmp_path / "x.gguf"), str(tmp_path / "y.gguf"), "--format", "gguf"]) == 0
+    scheme = "int8(32, scale_dtype=torch.float16)"
+    command = ["quantize", str(tmp_path / "x.gguf"), str(tmp_path / "z.gguf"), "--format", "gguf", "--scheme", scheme]
+    assert main([*command, "--include", "*"]) == 0
+    for copy in ("y.gguf", "z.gguf"):
+        with GgufFile(tmp_path / copy) as file:
+            held = file.raw_pairs()
+        assert held.pop("general.quantization_version") == value(2)
+        assert held == {key: value(one) for key, one in pairs.items() if key != "general.alignment"}, copy
+
+
 # -- names ------------------------------------------------------------------------------------------------------------
 
 HEADS, KV_HEADS, SIZE = 4, 2, 64
 
 
-def llama(folder, *, tied=False, family="llama", heads=HEADS, extra=()):
+def llama(folder, *, tied=False, family="llama", heads=HEADS, kv_heads=KV_HEADS, extra=()):
     """A file with one layer, quantized where it has matrices; its blocks by name."""
     shapes = {"token_embd": (16, SIZE), "blk.0.attn_q": (SIZE, SIZE), "blk.0.attn_k": (SIZE // 2, SIZE)}
     shapes |= {"blk.0.attn_v": (SIZE // 2, SIZE), "blk.0.attn_output": (SIZE, SIZE), "blk.0.ffn_gate": (96, SIZE)}
@@ -266,9 +291,9 @@ def llama(folder, *, tied=False, family="llama", heads=HEADS, extra=()):
     for i, norm in enumerate(("blk.0.attn_norm", "blk.0.ffn_norm", "output_norm")):
         tensors.append((f"{norm}.weight", (SIZE,), "F32", torch.full((SIZE,), i + 1.0).numpy().tobytes()))
     tensors.append(("rope_freqs.weight", (8,), "F32", bytes(32)))
-    pairs = {"general.architecture": family, f"{family}.attention.head_count_kv": KV_HEADS, **dict(extra)}
-    if heads is not None:
-        pairs[f"{family}.attention.head_count"] = heads
+    pairs = {"general.architecture": family, **dict(extra)}
+    counts = {f"{family}.attention.head_count": heads, f"{family}.attention.head_count_kv": kv_heads}
+    pairs |= {key: count for key, count in counts.items() if count is not None}
     (folder / "x.gguf").write_bytes(gguf(tensors, pairs))
     return folder / "x.gguf"
 
@@ -348,6 +373,13 @@ def test_names_need_a_known_architecture_and_its_heads(tmp_path):
     tt.save({"w": torch.ones(2)}, tmp_path / "y.safetensors")
     with pytest.raises(tt.CheckpointError, match="it is safetensors, not a GGUF file"):
         tt.gguf_names(tmp_path / "y.safetensors")
+
+
+@pytest.mark.parametrize("kv_heads", [None, KV_HEADS * 2])
+def test_rows_are_not_reordered_among_other_heads(kv_heads, tmp_path):
+    path = llama(tmp_path, kv_heads=kv_heads)
+    with pytest.raises(tt.CheckpointError, match=r"blk\.0\.attn_k\.weight: it has 32 rows .* not \d and 4 equal heads"):
+        tt.gguf_names(path)
 
 
 def test_opening_renames_nothing(tmp_path):

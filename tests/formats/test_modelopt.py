@@ -128,6 +128,11 @@ FP8 = named("m.weight", made("FP8")[0])
         (nvfp4(), {"quant_algo": "FP8"}, "its tensors are NVFP4, but its quant_algo is FP8"),
         (FP8, {}, "its tensors are FP8, but its quant_algo is NVFP4"),
         (
+            {"m.weight": torch.ones(3, 64).byte(), SCALE: torch.ones(6, 2)},  # int4, two rows to a byte
+            {"quant_algo": "W4A16_AWQ"},
+            r"its quant_algo is W4A16_AWQ \(int4\), which is not supported",
+        ),
+        (
             {**FP8, SCALE: torch.ones(5)},
             {"quant_algo": "FP8"},
             r"its scale has shape \(5,\); codes of shape \(6, 64\) need one scale",

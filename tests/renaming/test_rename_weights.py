@@ -189,6 +189,15 @@ def test_half_rows_are_a_fault_also_where_shapes_are_as_before(tmp_path):
     assert fault.startswith("w: elements 4:8 of w are not whole rows of 8")
 
 
+def test_pieces_that_end_inside_a_block_are_a_fault(tmp_path):
+    """Experts of 5 rows under blocks of 4 rows: gate and up would share a block."""
+    scheme = SCHEMES["fp8 block"]
+    stored = dict(zip(("0.gate", "0.up", "1.gate", "1.up"), weights(scheme, [(5, 8)] * 4), strict=True))
+    rules = [tt.Concat([r"\.gate", r"\.up"], ".both"), tt.Stack(r"(\d)\.both", "both")]
+    (fault,) = load(tmp_path / "x", stored, {"both": torch.empty(2, 10, 8)}, rules)
+    assert fault.startswith("both: 0.gate of shape (5, 8) would be joined inside a block of ScaledFloat(")
+
+
 def test_blocks_that_depend_on_the_whole_are_a_fault(tmp_path, monkeypatch):
     monkeypatch.setitem(KINDS, "half scaled", None)  # and out again: the catalog has a row for every kind
 

@@ -5,7 +5,6 @@ Ties and strides are kept.
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,7 +22,7 @@ from ..checkpoint.saver import Aliases
 from ..checkpoint.writer import ShardGroup, check_target, plan_files, write_groups
 from ..conversion.sizing import QuantizePlan
 from ..errors import CheckpointError, SchemeError
-from ..files import HIDDEN, PAIRS, SUFFIX, CarriedOver, Pairs, carry_over, is_folder, local_path, new_folder, stem_like
+from ..files import HIDDEN, SUFFIX, CarriedOver, carry_over, is_folder, local_path, new_folder, stem_like
 from ..formats import GUESSED, Contained, Entry, ForLinear, Indexed, Variant, Writable, writable
 from ..geometry.views import View, contiguous_stride
 from ..progress import Progress
@@ -32,6 +31,7 @@ from ..weights.spec import Tie, WeightSpec
 from ..weights.weight import Weight
 from .choosing import choose, is_linear, weights_matched
 from .made import Kind, TransformReport
+from .pairs import pairs_of
 from .sizing import TO_PLAN, plan_for
 
 
@@ -222,7 +222,7 @@ def _transform(
         for alias in checkpoint.copies:
             checkpoint.check_copy(alias)
         if is_file:
-            pairs = _pairs(checkpoint, format) if isinstance(format, Contained) else None
+            pairs = pairs_of(checkpoint, format) if isinstance(format, Contained) else None
             write_groups(groups, target, format=format, progress=progress, verb=verb, metadata=pairs)
         else:
             read = _read_files(checkpoint)
@@ -256,16 +256,6 @@ def _read_files(checkpoint: Checkpoint) -> frozenset[str]:
     """Return the names of the files of ``checkpoint``, including its index."""
     index = checkpoint.store.index
     return frozenset(file.path.name for file in checkpoint.store.files) | ({index.path.name} if index else set())
-
-
-def _pairs(checkpoint: Checkpoint, format: Contained) -> Pairs:
-    """Return the key-value pairs of a target file with its own type, made from ``config.json`` of the source.
-
-    A source of the same type overrides them with its own pairs. Only single values are copied, no vocabulary.
-    """
-    text = checkpoint.store.header.metadata.get(PAIRS) if checkpoint.format == format.name else None
-    copied = {key: value for key, value in json.loads(text or "{}").items() if key != "general.alignment"}
-    return format.pairs(checkpoint.store.beside().get("config.json", {}), copied)
 
 
 def ties_of(checkpoint: Checkpoint) -> dict[str, Tie]:

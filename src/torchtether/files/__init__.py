@@ -7,7 +7,7 @@ from .dcp import OPTIMIZER, DcpFile, is_dcp
 from .dtypes import CODES, DTYPES
 from .folder import folder_for, is_folder, is_taken, new_folder
 from .ggml import PACKINGS, Packing
-from .gguf import PAIRS
+from .gguf import PAIRS, GgufFile
 from .gguf_writer import Pairs, gguf_packing, write_gguf
 from .header import Stored
 from .hub import local_path
@@ -24,9 +24,9 @@ from .writer import check_writable, write_made
 
 __all__ = [
     "CODES", "DTYPES", "GGUF_SUFFIX", "HEADERS", "HIDDEN", "INDEX_SUFFIX", "KEY", "OPTIMIZER", "PACKINGS", "PAIRS",
-    "PICKLED", "STAGED", "SUFFIX", "Batch", "CarriedOver", "Closing", "DcpFile", "Doubt", "FolderChange", "Packing",
-    "Pairs", "Record", "Ring", "Scratch", "Store", "Stored", "TensorFile", "allocate", "beside", "carry_over",
-    "check_writable", "folder_for", "format_index", "gguf_packing", "is_dcp", "is_folder", "is_taken", "local_path",
-    "new_folder", "part_key", "put_in_place", "read_beside", "replacing", "scratch", "stem_like", "write_gguf",
-    "write_made",
+    "PICKLED", "STAGED", "SUFFIX", "Batch", "CarriedOver", "Closing", "DcpFile", "Doubt", "FolderChange", "GgufFile",
+    "Packing", "Pairs", "Record", "Ring", "Scratch", "Store", "Stored", "TensorFile", "allocate", "beside",
+    "carry_over", "check_writable", "folder_for", "format_index", "gguf_packing", "is_dcp", "is_folder", "is_taken",
+    "local_path", "new_folder", "part_key", "put_in_place", "read_beside", "replacing", "scratch", "stem_like",
+    "write_gguf", "write_made",
 ]  # fmt: skip

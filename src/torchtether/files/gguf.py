@@ -42,22 +42,40 @@ _BOOL, _STRING, _ARRAY = 7, 8, 9
 _UINT32 = 4
 
 
+class RawValue(bytes):
+    """The value of a pair with its type, as a file stores it."""
+
+
 class GgufFile(TensorFile):
     """An open GGUF file: quantized tensors are uint8 (*lead, bytes per row), ``Stored.packing`` names their type.
 
     ``header.metadata`` has the key ``PAIRS``, and ``KEY`` in a file that has our record. Arrays (the vocabulary of a
-    tokenizer) are skipped.
+    tokenizer) are skipped; ``raw_pairs`` reads them too.
     """
+
+    def raw_pairs(self) -> dict[str, RawValue]:
+        """Return the value of every pair, as it is stored, except that of our record."""
+        cursor = _Cursor(self, self._size)
+        cursor.counts()
+        made = {}
+        for _ in range(cursor.pairs):
+            key, start = cursor.key(), cursor.at
+            cursor.value(key)
+            raw = bytearray(cursor.at - start)
+            self._read(memoryview(raw), start, key)
+            made[key] = RawValue(raw)
+        made.pop(KEY, None)
+        return made
 
     def _parse(self) -> Header:
         cursor = _Cursor(self, self._size)
         tensors = cursor.counts()
         pairs: dict[str, tuple[int, Any]] = {}
         for _ in range(cursor.pairs):
-            key, value = cursor.pair()
+            key = cursor.key()
             if key in pairs:
                 cursor.fail("the file has this key twice", key)
-            pairs[key] = value
+            pairs[key] = cursor.value(key)
         alignment = _alignment(pairs, self.name)
         _refuse_parts(pairs, self.name)
         infos: dict[str, tuple[Stored, int]] = {}
@@ -135,11 +153,14 @@ class _Cursor:
         self.pairs = counts[1]
         return int(counts[0])
 
-    def pair(self) -> tuple[str, tuple[int, Any]]:
-        """Return the next key, the type of its value, and the value: ``None`` for an array."""
-        key = self.text("a key", _COUNT_LIMIT)
+    def key(self) -> str:
+        """Return the key of the next pair."""
+        return self.text("a key", _COUNT_LIMIT)
+
+    def value(self, key: str) -> tuple[int, Any]:
+        """Return the type of the value of ``key``, which is next, and the value: ``None`` for an array."""
         kind = self.number("I", key)
-        return key, (kind, self._value(kind, key))
+        return kind, self._value(kind, key)
 
     def _value(self, kind: int, key: str) -> Any:
         if kind in _NUMBERS:

@@ -14,7 +14,7 @@ from ..errors import CheckpointError
 from ..geometry.views import Shape
 from ..progress import Tick, no_tick
 from .ggml import PACKINGS, PLAIN, Packing
-from .gguf import ALIGNMENT, MAGIC, RANK_LIMIT
+from .gguf import ALIGNMENT, MAGIC, RANK_LIMIT, RawValue
 from .writer import write_bytes, write_tensor
 
 Scalar = str | bool | int | float
@@ -102,6 +102,8 @@ def _text(text: str) -> bytes:
 
 def _value(value: Scalar | Sequence[Scalar], where: str) -> bytes:
     """Return the bytes of a value and its type; a list has the first type that can hold all its values."""
+    if isinstance(value, RawValue):
+        return value
     if isinstance(value, str | bool | int | float):
         kind, (raw,) = _typed([value], where)
         return struct.pack("<I", kind) + raw

@@ -30,7 +30,10 @@ METHODS = ("fp8", "fbgemm_fp8")
 evidence = Evidence(methods=METHODS, keys=("_scale_inv\n",))
 rows = all_along
 _SCALES = (*FLOATS, torch.float8_e8m0fnu)
-_SPARE = (".input_scale", ".activation_scale", ".input_scale_ub", ".input_scale_inv", ".k_scale", ".v_scale")
+_SPARE = (
+    *("input_scale", "input_scale_ub", "input_scale_inv", "activation_scale"),  # of experts: gate_up_proj_input_scale
+    *(".output_scale", ".q_scale", ".k_scale", ".v_scale", ".kv_scale"),
+)
 
 
 def recognise(contents: Contents) -> Found | None:

@@ -45,6 +45,9 @@ ALGORITHMS = {
 }
 """The kind of weights that each of ModelOpt's algorithms has. An algorithm that is not listed is not checked."""
 
+_REFUSED = {"W4A16_AWQ": "int4", "W4A8_AWQ": "int4"}
+"""Kinds that are not read, and would be taken for NVFP4: they are uint8 too, two rows to a byte."""
+
 _SPARE = (
     ".input_scale",
     ".output_scale",
@@ -110,6 +113,8 @@ def _entry(contents: Contents, config: Mapping[str, Any], key: str, keys: Mappin
     kind = ("MXFP4" if is_power else "NVFP4") if is_fp4 else ("MXFP8" if is_power else "FP8")
     own = _options(config, module)
     algorithm = own.get("quant_algo")
+    if isinstance(algorithm, str) and algorithm in _REFUSED:
+        raise CheckpointError(f"its quant_algo is {algorithm} ({_REFUSED[algorithm]}), which is not supported")
     if isinstance(algorithm, str) and ALGORITHMS.get(algorithm, kind) != kind:
         raise CheckpointError(f"its tensors are {kind}, but its quant_algo is {algorithm}")
     roles = dict(keys)

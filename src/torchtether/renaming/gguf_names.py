@@ -37,8 +37,8 @@ def gguf_names(source: Checkpoint | Path | str) -> list[Rule | Substitution | Na
     of llama's queries and keys in pairs; they are reordered into halves, without decoding quantized ones. Frequencies
     (``rope_freqs``) are left out, because the model computes them. A file without a head belongs to a tied model.
 
-    Raises CheckpointError if ``source`` is not a GGUF file or does not record its number of heads, and RuleError for
-    another architecture: write the rules for it yourself, with ``tt.Rotary`` and others.
+    Raises CheckpointError if ``source`` is not a GGUF file, or if its queries and keys do not have the heads that it
+    records, and RuleError for another architecture: write the rules for it yourself, with ``tt.Rotary`` and others.
 
         tt.load(model, "model.gguf", rename=tt.gguf_names("model.gguf"))
     """
@@ -58,6 +58,7 @@ def gguf_names(source: Checkpoint | Path | str) -> list[Rule | Substitution | Na
     if _PAIRED[family]:
         heads = _count(source, pairs, f"{family}.attention.head_count", None)
         kv_heads = _count(source, pairs, f"{family}.attention.head_count_kv", heads)
+        _check_heads(source, heads, kv_heads)
         rules += [Rotary(rf"\.attn_{one}\.(weight|bias)$", n) for one, n in (("q", heads), ("k", kv_heads))]
     return rules + _DECODER
 
@@ -79,3 +80,22 @@ def _count(source: Checkpoint, pairs: dict[str, Any], key: str, default: int | N
     if type(value) is not int or value < 1:
         raise CheckpointError(f"its value is {value!r}, not a number of heads", name=f"{source.path}: {key}")
     return value
+
+
+def _check_heads(source: Checkpoint, heads: int, kv_heads: int) -> None:
+    """Raise CheckpointError unless the heads of queries and of keys have as many rows, in every layer.
+
+    Otherwise rows would be reordered among other heads: a file may record no number of heads of keys, or an array with
+    one for each layer, which is not read.
+    """
+    for name in source:
+        queries = name.replace(".attn_k.", ".attn_q.")
+        if queries == name or queries not in source:
+            continue
+        rows, of_keys = (source.spec(one).shape[0] for one in (queries, name))
+        if rows * kv_heads != of_keys * heads:
+            raise CheckpointError(
+                f"it has {of_keys} rows and {queries} has {rows}, which are not {kv_heads} and {heads} equal heads",
+                name=f"{source.path}: {name}",
+                fix="Write the rules yourself, with tt.Rotary.",
+            )

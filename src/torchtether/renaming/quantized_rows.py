@@ -147,7 +147,9 @@ def _runs(made: CompositeTensor, order: tuple[int, ...], tail: Shape, specs: dic
         base = spec.base
         shape = (math.prod(base) // row, *tail)
         if base[len(base) - len(tail) :] != tail:
-            raise UnsupportedOpError(f"{piece.key} of shape {spec.shape} would be cut along its last dimension")
+            is_wide = base[-1] == tail[-1]
+            what = f"be joined inside a block of {made.scheme}" if is_wide else "be cut along its last dimension"
+            raise UnsupportedOpError(f"{piece.key} of shape {spec.shape} would {what}")
         if piece.heads and (piece.dim or shape != base or not _rows_are_apart(made.scheme, shape)):
             raise UnsupportedOpError(f"rows of {piece.key}, {made.scheme} of shape {base}, cannot be reordered")
         if not _can_view(made.scheme, base, shape):
