@@ -1,5 +1,6 @@
 """What is trainable trains: an optimizer's update of a Weight is rounded stochastically, without a drift."""
 
+import copy
 import math
 import warnings
 from dataclasses import dataclass
@@ -501,3 +502,19 @@ def test_a_step_is_compiled_with_graph_breaks(scheme, foreach):
     torch.compile(lambda: optimizer.step(), backend="eager")()
     assert not torch.equal(layer.weight.dequantize(), before)
     torch.compile(lambda: torch.nn.utils.clip_grad_norm_(layer.parameters(), 1.0), backend="eager")()
+
+
+def test_a_compiled_step_follows_a_change_of_scheme():
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    layer = tt.quantize(torch.nn.Linear(64, 64), "nf4", master=torch.float32)
+    twin = copy.deepcopy(layer)
+    optimizer, other = (torch.optim.AdamW(one.parameters(), 1e-3) for one in (layer, twin))
+    step = torch.compile(lambda: optimizer.step(), backend="aot_eager")  # "eager" would dispatch each op by the scheme
+    for scheme in ("nf4", "fp4", "int8"):
+        for one in (layer, twin):
+            tt.quantize(one, scheme, master=torch.float32, optimizer=(optimizer, other)[one is twin])
+            one.zero_grad()
+            one(torch.ones(1, 64)).sum().backward()
+        step(), other.step()
+        assert torch.allclose(layer.weight.dequantize(), twin.weight.dequantize(), atol=1e-5), scheme

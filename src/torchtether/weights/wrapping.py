@@ -15,6 +15,8 @@ from ..torch_private.tensors import as_plain
 
 REQUIRES_GRAD = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 
+_MARK = "_dynamo_static_input_type"
+
 
 class Wrapping(Tensor):
     """The base of tensors that are stored as inner tensors.
@@ -46,6 +48,21 @@ class Wrapping(Tensor):
     def __metadata_guard__(cls, known: Any, given: Any) -> bool:
         """Return whether a graph traced for a tensor with metadata ``known`` is valid for one with ``given``."""
         return bool(known == given) and getattr(known, "trained", None) == getattr(given, "trained", None)
+
+    @property
+    def _dynamo_static_input_type(self) -> str:
+        """Return the mark by which the compiler takes this tensor as one that stays: never "guarded".
+
+        Compiled steps of an optimizer mark parameters so, and their graphs are then valid for the object alone, whose
+        parts and scheme may change.  With "unguarded", as for parameters of a model, the metadata is compared, too.
+        """
+        if _MARK in self.__dict__:
+            return "unguarded"
+        raise AttributeError(_MARK)
+
+    @_dynamo_static_input_type.setter
+    def _dynamo_static_input_type(self, mark: str) -> None:
+        self.__dict__[_MARK] = mark
 
     # -- provided ---------------------------------------------------------------------------------------------------
 
