@@ -518,3 +518,13 @@ def test_a_compiled_step_follows_a_change_of_scheme():
             one(torch.ones(1, 64)).sum().backward()
         step(), other.step()
         assert torch.allclose(layer.weight.dequantize(), twin.weight.dequantize(), atol=1e-5), scheme
+
+
+@pytest.mark.parametrize("master", [None, torch.float32])
+def test_a_step_with_grads_that_are_not_finite_says_what_to_do(master):
+    layer = tt.quantize(torch.nn.Linear(64, 64), "nf4", master=master)
+    optimizer, before = torch.optim.Adam(layer.parameters()), layer.weight.dequantize().detach()
+    layer.weight.grad = torch.full((64, 64), math.nan)
+    with pytest.raises(tt.SchemeError, match=r"in-place op on a Weight of shape \(64, 64\): 4096 .*skip steps"):
+        optimizer.step()
+    assert torch.equal(layer.weight.dequantize(), before)

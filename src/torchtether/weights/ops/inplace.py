@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..._warnings import warn
-from ...errors import TrainingWarning
+from ...errors import SchemeError, TrainingWarning
 from ...schemes import same_bits
 from ...torch_private.dispatching import schema_of, tree_map_only, written_by
 from ...torch_private.tensors import is_fake
@@ -96,7 +96,7 @@ def _write_in_float32(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *,
 
     plain_args, plain_kwargs = tree_map_only(Tensor, widened, (args, kwargs))
     op(*plain_args, **plain_kwargs)
-    encode = _update if is_update else encode_like
+    encode = _encode_update if is_update else encode_like
     weights = [tensor for tensor in written.values() if isinstance(tensor, Weight)]
     _store([(weight, encode(weight, wide[id(weight)][1])) for weight in weights])
     for key, tensor in written.items():
@@ -114,6 +114,19 @@ def _store(encoded: list[tuple[Weight, dict[str, Tensor] | None]]) -> None:
     for weight, parts in encoded:
         if parts is not None:
             weight.set_parts(parts)
+
+
+def _encode_update(weight: Weight, values: Tensor) -> dict[str, Tensor] | None:
+    try:
+        return _update(weight, values)
+    except SchemeError as error:
+        raise SchemeError(
+            f"an in-place op on a Weight of shape {tuple(weight.shape)}: {error.what}",
+            name=error.name,
+            fix="If it is an optimizer's step, skip steps whose grads are not finite (before them "
+            "torch.nn.utils.clip_grad_norm_ with error_if_nonfinite=True raises), and restore the optimizer's state, "
+            "which has such values now.",
+        ) from None
 
 
 def _update(weight: Weight, values: Tensor) -> dict[str, Tensor] | None:
