@@ -4,6 +4,7 @@ import copy
 import importlib
 import os
 import time
+from functools import partial
 
 import pytest
 import safetensors.torch
@@ -207,7 +208,9 @@ def test_recurrent_modules_run_with_quantized_weights():
     torch.testing.assert_close(lstm(x)[0], twin(x)[0])
 
 
-@pytest.mark.parametrize("kind", [torch.nn.LSTM, torch.nn.GRU, torch.nn.RNN])
+@pytest.mark.parametrize(
+    "kind", [torch.nn.LSTM, torch.nn.GRU, torch.nn.RNN, partial(torch.nn.RNN, nonlinearity="relu")]
+)
 def test_recurrent_modules_take_batches_first(kind):
     """Torch repeats the weights of some for each matrix of such a batch."""
     module = kind(64, 64, batch_first=True, dtype=torch.float64).requires_grad_(False)
