@@ -44,6 +44,7 @@ LOOPS = {
     "mx blocks of 5": ScaledFloat("e4m3", (1, 5), torch.float8_e8m0fnu),
     "nvfp4": nvfp4(),
     "nvfp4 divides": nvfp4(global_divides=True),
+    "reciprocal": Affine(block=(1, 48), scale_dtype=torch.bfloat16, reciprocal=True),
 }
 OUT = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -72,11 +73,17 @@ def no_ops(monkeypatch):
     monkeypatch.setattr(codebook, "flat_ranges", chunks)
 
 
+def shrink(part, factor):
+    is_scale = part.dtype == torch.float32
+    return torch.where(part > 2.0**-60, part * factor, part) if is_scale else part
+
+
 def check(scheme, w):
     shape, parts = tuple(w.shape), scheme.encode(w)
     laws.assert_same_parts(parts, without(lambda: scheme.encode(w)))
-    half = {name: part / 2 if part.dtype == torch.float32 else part for name, part in parts.items()}
-    laws.assert_same_parts(scheme.encode(w, like=half), without(lambda: scheme.encode(w, like=half)))
+    for factor in (0.5, 2.0**-40):  # values clip a little, or are far beyond the range of integers
+        less = {name: shrink(part, factor) for name, part in parts.items()}
+        laws.assert_same_parts(scheme.encode(w, like=less), without(lambda less=less: scheme.encode(w, like=less)))
     for dtype in OUT:
         decoded = without(lambda dtype=dtype: scheme.decode(parts, shape, dtype))
         assert laws.same(scheme.decode(parts, shape, dtype), decoded)
@@ -101,6 +108,17 @@ def test_every_number_of_sixteen_bits(name, dtype):
     order = torch.randperm(1 << 16, generator=torch.Generator().manual_seed(0))
     check(LOOPS[name], w[order].view(16, 4096))
     check(LOOPS[name], torch.where(w.abs() <= 1, w, w / 2.0**99).view(16, 4096)[:, :3001].contiguous())
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_rows_that_several_threads_share(name):
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        for shape in ((601, 480), (1, 288_480)):
+            check(LOOPS[name], laws.make(shape, "normal", 0, torch.bfloat16))
+    finally:
+        torch.set_num_threads(before)
 
 
 STEPPED = {

@@ -11,16 +11,25 @@ from .loops import (
     can_read,
     decode_affine,
     decode_table,
-    encode_affine,
     encode_biased,
-    encode_float8,
-    encode_nearest,
     extremes,
     fit_biased,
     is_at_hand,
     magnitudes,
 )
-from .recipe import AFFINE, FLOAT8, NEAREST, Recipe, encode_file, encode_rows, fit_scales, recipe
+from .recipe import (
+    AFFINE,
+    FLOAT8,
+    NEAREST,
+    Recipe,
+    encode_affine,
+    encode_file,
+    encode_float8,
+    encode_nearest,
+    encode_rows,
+    fit_scales,
+    recipe,
+)
 from .room import level, native, state
 
 __all__ = [

@@ -52,7 +52,9 @@ def magnitudes(x: Tensor, width: int) -> Tensor | None:
         return None
     rows, columns = x.shape
     out = torch.empty((rows, -(-columns // width)), dtype=torch.float32, device="cpu")
-    library.magnitudes(x.data_ptr(), DTYPES[x.dtype], rows, columns, width, out.data_ptr())
+    if rows == 1 and columns % width == 0:  # threads share rows
+        rows, columns = columns // width, width
+    library.magnitudes(x.data_ptr(), DTYPES[x.dtype], 0, rows, columns, width, out.data_ptr())
     return out
 
 
@@ -66,32 +68,8 @@ def extremes(x: Tensor, width: int) -> tuple[Tensor, Tensor] | None:
         return None
     rows, columns = x.shape
     low, high = (torch.empty((rows, -(-columns // width)), dtype=torch.float32, device="cpu") for _ in range(2))
-    library.extremes(x.data_ptr(), DTYPES[x.dtype], rows, columns, width, low.data_ptr(), high.data_ptr())
+    library.extremes(x.data_ptr(), DTYPES[x.dtype], 0, rows, columns, width, low.data_ptr(), high.data_ptr())
     return low, high
-
-
-def encode_affine(
-    x: Tensor,
-    width: int,
-    scale: Tensor,
-    zero: Tensor | None,
-    codes: Tensor,
-    *,
-    divides: bool,
-    limits: tuple[int, int],
-    offset: int,
-    bits: int,
-) -> bool:
-    """Write round(x / scale + zero), clipped to ``limits``, plus ``offset``, to ``codes`` of 4 or 8 bits."""
-    library = library_for(x, scale, codes)
-    if library is None or bits not in (4, 8) or not can_read(x) or codes.stride(-1) != 1:
-        return False
-    (scale, stride), zero = _one_per_run(scale), None if zero is None else _one_per_run(zero)[0]
-    library.encode_affine(
-        *(x.data_ptr(), DTYPES[x.dtype], *x.shape, width, scale.data_ptr(), None if zero is None else zero.data_ptr()),
-        *(stride, divides, *limits, offset, bits, codes.data_ptr(), codes.stride(0)),
-    )
-    return True
 
 
 def encode_biased(
@@ -104,7 +82,7 @@ def encode_biased(
     library = library_for(x, scale)
     if library is None or not can_read(x):
         return None
-    (by, stride), its = _one_per_run(scale), _one_per_run(bias)[0]
+    (by, stride), its = one_per_run(scale), one_per_run(bias)[0]
     codes = torch.empty(x.shape, dtype=torch.uint8, device="cpu")
     library.encode_biased(
         *(x.data_ptr(), DTYPES[x.dtype], 0, *x.shape, width, by.data_ptr(), its.data_ptr(), stride),
@@ -129,49 +107,6 @@ def fit_biased(
     return moved.to(bias.dtype)
 
 
-def encode_float8(x: Tensor, width: int, scale: Tensor, codes: Tensor, *, divides: bool, largest: float) -> bool:
-    """Write x / scale (or times), clipped to ``largest``, to ``codes`` (R, K), float8_e4m3fn or float8_e5m2."""
-    library = library_for(x, scale, codes)
-    if library is None or codes.dtype not in _FLOAT8 or not can_read(x) or not codes.is_contiguous():
-        return False
-    scale, stride = _one_per_run(scale)
-    library.encode_float8(
-        *(x.data_ptr(), DTYPES[x.dtype], *x.shape, width, scale.data_ptr(), stride, divides, largest),
-        *(*_FLOAT8[codes.dtype], codes.data_ptr()),
-    )
-    return True
-
-
-_FLOAT8 = {torch.float8_e4m3fn: (3, 7), torch.float8_e5m2: (2, 15)}  # bits of the mantissa, bias of the exponent
-
-
-def encode_nearest(
-    x: Tensor,
-    width: int,
-    scale: Tensor,
-    codes: Tensor,
-    *,
-    divides: bool,
-    thresholds: tuple[float, ...],
-    order: tuple[int, ...] | None = None,
-) -> bool:
-    """Write to ``codes``, two to a byte, the number of ascending ``thresholds`` below x / scale (or times).
-
-    With ``order`` the code is ``order[number]``; without, the number is that of the magnitude, plus 8 for the sign.
-    """
-    library = library_for(x, scale, codes)
-    if library is None or not can_read(x) or codes.stride(-1) != 1 or len(thresholds) > (7 if order is None else 15):
-        return False
-    scale, stride = _one_per_run(scale)
-    edges = torch.tensor(thresholds, dtype=torch.float32, device="cpu")
-    names = torch.tensor([*(order or range(16)), *[0] * 16][:16], dtype=torch.uint8, device="cpu")
-    library.encode_nearest(
-        *(x.data_ptr(), DTYPES[x.dtype], *x.shape, width, scale.data_ptr(), stride, divides, order is None),
-        *(edges.data_ptr(), len(thresholds), names.data_ptr(), codes.data_ptr(), codes.stride(0)),
-    )
-    return True
-
-
 def decode_affine(
     codes: Tensor,
     width: int,
@@ -186,9 +121,9 @@ def decode_affine(
     library = library_for(codes, scale, out)
     if library is None or bits not in (4, 8) or not _can_write(out) or codes.stride(-1) != 1:
         return False
-    (scale, stride), lows = _one_per_run(scale), _one_per_run(zero)[0] if isinstance(zero, Tensor) else None
+    (scale, stride), lows = one_per_run(scale), one_per_run(zero)[0] if isinstance(zero, Tensor) else None
     library.decode_affine(
-        *(codes.data_ptr(), -8 if codes.dtype == torch.int8 else bits, *out.shape, width, codes.stride(0)),
+        *(codes.data_ptr(), -8 if codes.dtype == torch.int8 else bits, 0, *out.shape, width, codes.stride(0)),
         *(scale.data_ptr(), None if lows is None else lows.data_ptr(), stride, 0.0 if lows is not None else zero),
         *(unit, out.data_ptr(), DTYPES[out.dtype], out.stride(0)),
     )
@@ -202,10 +137,12 @@ def decode_table(codes: Tensor, width: int, scale: Tensor, table: Tensor, out: T
     if library is None or bits not in (4, 8) or not _can_write(out) or codes.stride(-1) != 1:
         return False
     assert table.shape == (1 << bits,)
-    scale, stride = _one_per_run(scale)
+    (scale, stride), (rows, columns), step = one_per_run(scale), out.shape, codes.stride(0)
+    if rows == 1 and columns % width == 0 and width * bits % 8 == 0:  # threads share rows
+        rows, columns, step, stride = columns // width, width, width * bits // 8, 1
     library.decode_table(
-        *(codes.data_ptr(), bits, *out.shape, width, codes.stride(0), scale.data_ptr(), stride, table.data_ptr()),
-        *(out.data_ptr(), DTYPES[out.dtype], out.stride(0)),
+        *(codes.data_ptr(), bits, 0, rows, columns, width, step, scale.data_ptr(), stride, table.data_ptr()),
+        *(out.data_ptr(), DTYPES[out.dtype], out.stride(0) if rows == out.shape[0] else columns),
     )
     note_written(out)
     return True
@@ -215,7 +152,7 @@ def _can_write(out: Tensor) -> bool:
     return out.dtype in DTYPES and out.stride(-1) == 1 and out.numel() > 0 and out.data_ptr() % out.itemsize == 0
 
 
-def _one_per_run(scale: Tensor) -> tuple[Tensor, int]:
+def one_per_run(scale: Tensor) -> tuple[Tensor, int]:
     """Return ``scale`` (R or 1, groups) as contiguous float32, and the distance between its rows."""
     scale = scale.float().contiguous()
     return scale, scale.shape[1] if scale.shape[0] > 1 else 0

@@ -1,4 +1,4 @@
-"""Encoding whole rows to codes, scales and zero points in one compiled call, from memory or straight from a file.
+"""Encoding rows in one compiled call: to codes, scales and zero points, from memory or a file, or under given scales.
 
 ``Recipe`` mirrors ``recipe`` of ``encoders.h``: the settings with which a loop encodes the rows of one tensor.
 """
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .loops import DTYPES, can_read, library_for, note_written
+from .loops import DTYPES, can_read, library_for, note_written, one_per_run
 from .room import native
 
 
@@ -27,36 +27,44 @@ class Recipe(NamedTuple):
 
 
 AFFINE, FLOAT8, NEAREST = range(3)
-_POWERS = ("", "floor", "even", "rceil")
-"""The roundings of e8m0 scales, in the order of ``encoders.h``."""
+_SCALES = ("", "floor", "even", "rceil", "times whole", "over whole")
+"""The kinds of scales, in the order of ``encoders.h``: float32, three roundings of e8m0, e4m3 with a number for all."""
 
 
-def recipe(
+def recipe(kind: int, dtype: torch.dtype, columns: int, width: int, *, bits: int, **settings: Any) -> Recipe | None:
+    """Return a recipe for rows of ``columns`` numbers of ``dtype``, in runs of ``width``; ``None`` if no loop fits.
+
+    ``settings`` are those of ``_recipe``.
+    """
+    if dtype not in DTYPES or columns < 1 or bits not in (4, 8) or (bits == 4 and width % 2 and width < columns):
+        return None
+    return _recipe(kind, dtype, columns, width, bits=bits, **settings)
+
+
+def _recipe(
     kind: int,
     dtype: torch.dtype,
     columns: int,
     width: int,
     *,
-    parts: tuple[str, ...],
     bits: int,
+    parts: tuple[str, ...] = ("qdata", "scale"),
     thresholds: tuple[float, ...] = (),
     order: tuple[int, ...] = tuple(range(16)),
-    power: str = "",
+    scales: str = "",
     top: int = 0,
+    whole: float = 1.0,
     **more: float,
-) -> Recipe | None:
-    """Return a recipe for rows of ``columns`` numbers of ``dtype``, in runs of ``width``; ``None`` if no loop fits.
+) -> Recipe:
+    """Return a recipe.
 
     ``more`` are fields of ``Recipe``: for AFFINE ``span``, ``unit``, ``lowest``, ``highest``, ``offset`` and, where
     there are zero points, ``zero_offset``; for FLOAT8 ``span``, ``lowest``, ``highest``, ``mantissa`` and ``bias``; for
-    NEAREST ``thresholds`` and ``order``, as in ``encode_nearest``; and those of ``Search.fields``.  With ``power``, the
-    rounding of e8m0 scales for codes up to ``span``, whose exponent is ``top``, ``thresholds`` are of magnitudes.
+    NEAREST ``thresholds`` and ``order``, as in ``encode_nearest``; and those of ``Search.fields``.  ``scales`` is one
+    of ``_SCALES``, of e8m0 for codes up to ``span``, whose exponent is ``top``, of e4m3 with ``whole``, the number for
+    all rows; then ``thresholds`` are of magnitudes.
     """
     module = native()
-    if dtype not in DTYPES or columns < 1 or bits not in (4, 8):
-        return None
-    if bits == 4 and width % 2 and width < columns:
-        return None
     fields = {
         **dict.fromkeys(("span", "lowest", "highest", "offset", "zero_offset", "mantissa", "bias"), 0),
         "kind": kind,
@@ -67,24 +75,24 @@ def recipe(
         "unit": 1.0,
         "is_symmetric": len(parts) == 2,
         "bits": bits,
-        "edges": thresholds if power else _edges(thresholds),
+        "edges": thresholds if scales else _edges(thresholds),
         "order": order,
         "is_ordered": tuple(order) == tuple(range(len(order))),
         **_NO_SEARCH,
     }
     fields |= more
-    own: dict[str, Any] = {"power": _POWERS.index(power), "top": top}
-    if power:
+    own: dict[str, Any] = {"scales": _SCALES.index(scales), "top": top, "whole": whole}
+    if scales and kind == NEAREST:
         own |= {"kind": FLOAT8, "edges": _edges(())}  # codes of 4 bits are floats with one bit of mantissa
     made = None if module is None else module.Recipe(**(fields | own))
-    return Recipe(made, fields | {"power": power, "top": top}, parts, columns * dtype.itemsize)
+    return Recipe(made, fields | {"scales": scales, "top": top}, parts, columns * dtype.itemsize)
 
 
 def _edges(thresholds: tuple[float, ...]) -> tuple[float, ...]:
     return (*thresholds, *[float("inf")] * (15 - len(thresholds)))
 
 
-_SEARCHED = ("bits", "lowest", "highest", "unit", "is_searched", "kept", "smallest", "levels", "larger")
+_SEARCHED = ("bits", "thresholds", "lowest", "highest", "unit", "is_searched", "kept", "smallest", "levels", "larger")
 _NO_SEARCH = {"is_searched": 0, "kept": 0, "smallest": 0.0, "levels": (), "larger": ()}
 
 
@@ -99,11 +107,8 @@ def fit_scales(
     library = library_for(x, peaks, scale)
     if library is None or not can_read(x) or len(fields["levels"]) > 16:
         return None
-    unused = ("columns", "stride", "is_symmetric", "offset", "zero_offset", "mantissa", "bias", "power", "top")
-    given: dict[str, Any] = dict.fromkeys(unused, 0)
-    given |= {"span": 0.0, "order": (), "is_ordered": 1, "dtype": DTYPES[x.dtype], "width": width}
-    given |= {"kind": NEAREST if fields["thresholds"] else AFFINE, "edges": _edges(fields["thresholds"])}
-    made = library.Recipe(**given, **{name: fields[name] for name in _SEARCHED})
+    kind, given = NEAREST if fields["thresholds"] else AFFINE, {name: fields[name] for name in _SEARCHED}
+    made = _recipe(kind, x.dtype, x.shape[1], width, **given).native
     found, peaks = scale.to(torch.float32, copy=True).contiguous(), peaks.contiguous()
     zero = None if zero is None else zero.contiguous()
     library.fit_scales(
@@ -111,6 +116,87 @@ def fit_scales(
         found.data_ptr(),
     )
     return found
+
+
+def encode_affine(
+    x: Tensor,
+    width: int,
+    scale: Tensor,
+    zero: Tensor | None,
+    codes: Tensor,
+    *,
+    divides: bool,
+    limits: tuple[int, int],
+    offset: int,
+    bits: int,
+) -> bool:
+    """Write round(x / scale + zero), clipped to ``limits``, plus ``offset``, to ``codes`` of 4 or 8 bits."""
+    lowest, highest = limits
+    return bits in (4, 8) and _encode_under(
+        AFFINE, x, width, scale, zero, codes, divides, bits=bits, lowest=lowest, highest=highest, offset=offset
+    )
+
+
+def encode_float8(x: Tensor, width: int, scale: Tensor, codes: Tensor, *, divides: bool, largest: float) -> bool:
+    """Write x / scale (or times), clipped to ``largest``, to ``codes`` (R, K), float8_e4m3fn or float8_e5m2."""
+    if codes.dtype not in _FLOAT8:
+        return False
+    mantissa, bias = _FLOAT8[codes.dtype]
+    reach = {"lowest": -largest, "highest": largest}
+    return _encode_under(FLOAT8, x, width, scale, None, codes, divides, bits=8, mantissa=mantissa, bias=bias, **reach)
+
+
+_FLOAT8 = {torch.float8_e4m3fn: (3, 7), torch.float8_e5m2: (2, 15)}  # bits of the mantissa, bias of the exponent
+
+
+def encode_nearest(
+    x: Tensor,
+    width: int,
+    scale: Tensor,
+    codes: Tensor,
+    *,
+    divides: bool,
+    thresholds: tuple[float, ...],
+    order: tuple[int, ...] | None = None,
+) -> bool:
+    """Write to ``codes``, two to a byte, the number of ascending ``thresholds`` below x * scale.
+
+    With ``order`` the code is ``order[number]``; without, the number is that of the magnitude of x / scale (or times),
+    plus 8 for the sign, and the thresholds are those of ``E2M1``.
+    """
+    if order is None:
+        e2m1 = {"mantissa": 1, "bias": 1, "lowest": -6.0, "highest": 6.0}
+        return _encode_under(FLOAT8, x, width, scale, None, codes, divides, bits=4, **e2m1)
+    if divides or len(thresholds) > 15:
+        return False
+    return _encode_under(NEAREST, x, width, scale, None, codes, False, bits=4, thresholds=thresholds, order=order)
+
+
+def _encode_under(
+    kind: int,
+    x: Tensor,
+    width: int,
+    scale: Tensor,
+    zero: Tensor | None,
+    codes: Tensor,
+    divides: bool,
+    **settings: Any,
+) -> bool:
+    """Write the codes of ``x`` under given scales; return whether a loop could."""
+    library = library_for(x, scale, codes)
+    if library is None or not can_read(x) or codes.stride(-1) != 1:
+        return False
+    (scale, stride), zero = one_per_run(scale), None if zero is None else one_per_run(zero)[0]
+    rows, columns, step = *x.shape, codes.stride(0)
+    if rows == 1 and columns % width == 0 and width * settings["bits"] % 8 == 0:  # threads share rows
+        rows, columns, stride, step = columns // width, width, 1, width * settings["bits"] // 8
+    scales = "" if divides or kind == NEAREST else "times whole"
+    made = _recipe(kind, x.dtype, columns, width, scales=scales, stride=step, is_symmetric=zero is None, **settings)
+    library.encode_under(
+        *(made.native, x.data_ptr(), 0, rows, columns),
+        *(scale.data_ptr(), None if zero is None else zero.data_ptr(), stride, codes.data_ptr()),
+    )
+    return True
 
 
 def encode_rows(recipe: Recipe | None, values: Tensor, parts: Mapping[str, Tensor]) -> bool:

@@ -82,11 +82,11 @@ def encode_rows(fields: Mapping[str, Any], values: Tensor, parts: tuple[Tensor, 
     _encode(
         values.view(-1, columns), width, scale, zero[0] if zero else scale, codes, is_fine,
         kind=fields["kind"], bits=fields["bits"], stride=fields["stride"],
-        divides=fields["kind"] != NEAREST and not fields["power"],
+        divides=fields["kind"] != NEAREST and not fields["scales"],
         shifts=bool(zero), span=fields["span"], unit=fields["unit"], limits=(fields["lowest"], fields["highest"]),
         offset=fields["offset"], zero_offset=fields["zero_offset"], mantissa=fields["mantissa"], bias=fields["bias"],
         edges=fields["edges"], order=() if fields["is_ordered"] else fields["order"],
-        power=fields["power"], top=fields["top"],
+        power=fields["scales"], top=fields["top"],
     )  # fmt: skip
     for part in parts:
         _note_written(part)

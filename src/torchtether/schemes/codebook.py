@@ -244,6 +244,15 @@ class Codebook(TableUpdates):
             self._store_absmax(amax, parts)
         self._quantize(grid, values, {"qdata": parts["qdata"], "absmax": amax})
 
+    def _try_encode(self, values: Tensor, parts: Parts) -> bool:
+        if not self.nested or not encoders.can_read(values):
+            return super()._try_encode(values, parts)
+        amax = torch.empty(parts["absmax"].shape, dtype=torch.float32, device=values.device)
+        if not replace(self, nested=False)._try_encode(values, {"qdata": parts["qdata"], "absmax": amax}):
+            return False
+        nest(amax, self.nested_block_size, parts)
+        return True
+
     def _store_absmax(self, amax: Tensor, parts: Parts) -> None:
         if self.nested:
             nest(amax, self.nested_block_size, parts)

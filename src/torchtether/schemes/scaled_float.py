@@ -152,11 +152,14 @@ class ScaledFloat(Blocked):
         return parts
 
     def recipe(self, shape: Shape, dtype: torch.dtype) -> compiled.Recipe | None:
-        grid, element = grid_over(shape, self.block), self._element
         is_power = self.scale_dtype == torch.float8_e8m0fnu
-        if not (is_power or (element.dtype is not None and self.scale_dtype == torch.float32)) or 0 in shape:
+        if not is_power and (self._element.dtype is None or self.scale_dtype != torch.float32):
             return None
-        if not (grid.height == 1 or grid.rows == 1):
+        return self._recipe(shape, dtype, self.scale_rounding if is_power else "")
+
+    def _recipe(self, shape: Shape, dtype: torch.dtype, scales: str, whole: float = 1.0) -> compiled.Recipe | None:
+        grid, element = grid_over(shape, self.block), self._element
+        if 0 in shape or not (grid.height == 1 or grid.rows == 1):
             return None
         return compiled.recipe(
             compiled.NEAREST if element.dtype is None else compiled.FLOAT8,
@@ -171,8 +174,9 @@ class ScaledFloat(Blocked):
             mantissa=element.mantissa,
             bias=1 - element.low,
             thresholds=_BELOW.get(self.element, ()),
-            power=self.scale_rounding if is_power else "",
+            scales=scales,
             top=element.high,
+            whole=whole,
         )
 
     def _reencode(self, values: Tensor, held: Parts) -> dict[str, Tensor]:
@@ -227,6 +231,17 @@ class ScaledFloat(Blocked):
                 parts[name].copy_(like[name])
         self._quantize(grid, values, parts)
 
+    def _try_encode(self, values: Tensor, parts: Parts) -> bool:
+        if not self.global_scale:
+            return super()._try_encode(values, parts)
+        grid = grid_over(tuple(values.shape), self.block)
+        amax = compiled.can_read(values) and compiled.magnitudes(values.view(grid.rows, grid.columns), grid.columns)
+        if not isinstance(amax, Tensor):
+            return False
+        parts["global_scale"].copy_(self._whole(amax.max()))
+        scales, whole = "over whole" if self.global_divides else "times whole", float(parts["global_scale"])
+        return compiled.encode_rows(self._recipe(tuple(values.shape), values.dtype, scales, whole), values, parts)
+
     def _rows(self, grid: Grid, parts: Parts, start: int, stop: int) -> Tensor:
         x = self._elements(parts["qdata"].reshape(grid.rows, -1)[start:stop], grid.columns)
         x, scale = grid.align(x, self._scales(grid.pick(parts["scale"], start, stop), parts))
@@ -265,12 +280,8 @@ class ScaledFloat(Blocked):
         elif self.scale_dtype == torch.float8_e4m3fn:
             ratio = divide(amax, largest)
             if self.global_scale:
-                reach = amax.new_full((), _E4M3_LARGEST * largest)
-                # 128 * TINY: then neither 1 / unit nor unit * 2**-6, the smallest block scale, is subnormal
-                whole = (amax.max() if amax.numel() else torch.zeros_like(reach)).clamp_min(128 * TINY * reach)
                 if unit is None:
-                    unit = whole.reciprocal() * reach if self.global_divides else whole / reach
-                    unit = torch.where((amax > 0).any(), unit, 1.0)
+                    unit = self._whole(amax.max() if amax.numel() else amax.new_zeros(()))
                 parts["global_scale"].copy_(unit)
                 ratio = ratio * unit if self.global_divides else ratio / unit
             elif is_true((ratio > _E4M3_LARGEST).any(), unseen=False):
@@ -280,6 +291,13 @@ class ScaledFloat(Blocked):
             parts["scale"].copy_(ratio.clamp(_E4M3_SMALLEST, _E4M3_LARGEST))
         else:
             parts["scale"].copy_(store_scale(divide(amax, largest), amax, self.scale_dtype))
+
+    def _whole(self, amax: Tensor) -> Tensor:
+        """Return the global scale for values of at most ``amax`` ()."""
+        reach = amax.new_full((), _E4M3_LARGEST * self._element.largest)
+        # 128 * TINY: then neither 1 / unit nor unit * 2**-6, the smallest block scale, is subnormal
+        most = amax.clamp_min(128 * TINY * reach)
+        return torch.where(amax > 0, most.reciprocal() * reach if self.global_divides else most / reach, 1.0)
 
     def _ends(self, grid: Grid, parts: Parts) -> tuple[Tensor, Tensor]:
         reach = self._scales(parts["scale"], parts) * self._element.largest

@@ -32,6 +32,9 @@ INLINE const void *behind(const void *x, int dtype, count n) {
 /* Whether the reciprocal is a normal number with some margin. */
 INLINE int is_invertible(float by) { return by > float_of(64u << 23) && by < float_of(190u << 23); }
 
+/* Whether numbers are multiplied by `by`, and not divided. */
+INLINE int multiplies(const recipe *r) { return r->scales != FLOATS && r->scales != OVER_WHOLE; }
+
 INLINE void encode_affine(const recipe *r, int dtype, const void *restrict x, count n, float by, float zero,
                           uint8_t *restrict to) {
     float lowest = r->lowest, highest = r->highest;
@@ -40,21 +43,22 @@ INLINE void encode_affine(const recipe *r, int dtype, const void *restrict x, co
 #ifdef FAST
     int is_guessed = is_invertible(by);
     float inverse = 1.0f / by, sure = 0;
-    if (dtype == BFLOAT16 && is_guessed && n >= LONG) sure = agreeing(r, by, zero, 0, 0);
+    int is_code = zero >= lowest && zero <= highest && zero == (zero + MAGIC) - MAGIC;
+    if (dtype == BFLOAT16 && is_guessed && is_code && n >= LONG && !multiplies(r)) sure = agreeing(r, by, zero, 0, 0);
     if (sure != 0)
         for (; i + SOME <= n; i += SOME) affine_32_times(r, dtype, behind(x, dtype, i), sure, zero, to + i);
-    for (; i + SOME <= n; i += SOME)
+    for (; i + SOME <= n && !multiplies(r); i += SOME)
         affine_32(r, dtype, behind(x, dtype, i), is_guessed, by, inverse, zero, to + i);
 #endif
     for (; i < n; i++) {
-        float y = number(x, dtype, i) / by + zero;
+        float y = number(x, dtype, i);
+        y = (multiplies(r) ? y * by : y / by) + zero;
         y = y < lowest ? lowest : y;
         y = y > highest ? highest : y;
         to[i] = (uint8_t)(bits_of(y + MAGIC) + offset);
     }
 }
 
-/* Divides numbers by `by`; or, if scales are powers of two, multiplies by it, their inverse, which is exact. */
 INLINE void encode_float8(const recipe *r, int dtype, const void *restrict x, count n, float by, int mantissa, int bias,
                           uint8_t *restrict to) {
     float lowest = r->lowest, highest = r->highest;
@@ -65,7 +69,7 @@ INLINE void encode_float8(const recipe *r, int dtype, const void *restrict x, co
 #ifdef FAST
     int is_guessed = is_invertible(by);
     float inverse = 1.0f / by, sure = 0;
-    if (r->power)
+    if (multiplies(r))
         for (; i + SOME <= n; i += SOME) float8_32_exactly(r, dtype, behind(x, dtype, i), by, mantissa, bias, to + i);
     else if (dtype == BFLOAT16 && is_guessed && n >= LONG / 8) sure = agreeing(r, by, 0, mantissa, bias);
     if (sure != 0)
@@ -76,7 +80,7 @@ INLINE void encode_float8(const recipe *r, int dtype, const void *restrict x, co
 #endif
     for (; i < n; i++) {
         float y = number(x, dtype, i);
-        y = r->power ? y * by : y / by;
+        y = multiplies(r) ? y * by : y / by;
         y = y < lowest ? lowest : y;
         y = y > highest ? highest : y;
         uint32_t bits = bits_of(y), sign = bits >> (mantissa == 1 ? 28 : 24) & (mantissa == 1 ? 8 : 0x80), rest = bits & 0x7fffffff;
@@ -137,42 +141,39 @@ INLINE void run_pack4(const uint8_t *restrict codes, count n, uint8_t *restrict 
     if (i < n) pack4(codes + i, n - i, out + i / 2);
 }
 
-/* The codes of n numbers in runs of `width`, each with its own entry of `by` and `shift`; one function for bfloat16 and one
- * for float32.  float16 is converted to float32 first. */
-#define EACH_RUN(WORK)                            \
+/* The codes of n numbers in runs of `width`, each with its own entry of `by` and, unless all are 0, `shift`; one function for
+ * bfloat16 and one for float32.  float16 is converted to float32 first. */
+#define EACH_RUN(WORK)                                                             \
     for (count i = 0; i < n; i += width, x += width, to += width, by++, shift++) { \
-        count m = least(width, n - i);            \
-        WORK;                                     \
+        count m = least(width, n - i);                                             \
+        WORK;                                                                      \
     }
-#define ENCODERS(NAME, TYPE, DTYPE)                                                                                      \
-    static void affine_##NAME(const recipe *r, const TYPE *x, count n, count width, const float *by, const float *shift, \
+#define ENCODER(KIND, NAME, TYPE, WORK)                                                                                  \
+    static void KIND##_##NAME(const recipe *r, const TYPE *x, count n, count width, const float *by, const float *shift, \
                               uint8_t *to) {                                                                             \
-        EACH_RUN(encode_affine(r, DTYPE, x, m, *by, *shift, to))                                                         \
-    }                                                                                                                    \
-    static void e4m3_##NAME(const recipe *r, const TYPE *x, count n, count width, const float *by, const float *shift,   \
-                            uint8_t *to) {                                                                               \
-        EACH_RUN(encode_float8(r, DTYPE, x, m, *by, 3, 7, to))                                                           \
-    }                                                                                                                    \
-    static void e5m2_##NAME(const recipe *r, const TYPE *x, count n, count width, const float *by, const float *shift,   \
-                            uint8_t *to) {                                                                               \
-        EACH_RUN(encode_float8(r, DTYPE, x, m, *by, 2, 15, to))                                                          \
-    }                                                                                                                    \
-    static void e2m1_##NAME(const recipe *r, const TYPE *x, count n, count width, const float *by, const float *shift,   \
-                            uint8_t *to) {                                                                               \
-        EACH_RUN(encode_float8(r, DTYPE, x, m, *by, 1, 1, to))                                                           \
-    }                                                                                                                    \
-    static void nearest_##NAME(const recipe *r, const TYPE *x, count n, count width, const float *by,                    \
-                               const float *shift, uint8_t *to) {                                                        \
-        EACH_RUN(encode_nearest(r, DTYPE, x, m, *by, to))                                                                \
-    }                                                                                                                    \
-    static void codes_##NAME(const recipe *r, const TYPE *x, count n, count width, const float *by, const float *shift,  \
-                             uint8_t *to) {                                                                              \
-        if (r->kind == AFFINE) affine_##NAME(r, x, n, width, by, shift, to);                                             \
-        else if (r->kind == NEAREST) nearest_##NAME(r, x, n, width, by, shift, to);                                      \
-        else if (r->mantissa == 3) e4m3_##NAME(r, x, n, width, by, shift, to);                                           \
-        else if (r->mantissa == 2) e5m2_##NAME(r, x, n, width, by, shift, to);                                           \
-        else e2m1_##NAME(r, x, n, width, by, shift, to);                                                                 \
+        WORK                                                                                                             \
     }
+#define ENCODERS(NAME, TYPE, DTYPE)                                                                                     \
+    ENCODER(affine, NAME, TYPE, EACH_RUN(encode_affine(r, DTYPE, x, m, *by, r->is_symmetric ? 0 : *shift, to)))         \
+    ENCODER(e4m3, NAME, TYPE, EACH_RUN(encode_float8(r, DTYPE, x, m, *by, 3, 7, to)))                                   \
+    ENCODER(e5m2, NAME, TYPE, EACH_RUN(encode_float8(r, DTYPE, x, m, *by, 2, 15, to)))                                  \
+    ENCODER(e2m1, NAME, TYPE, SHORT_RUNS(DTYPE) EACH_RUN(encode_float8(r, DTYPE, x, m, *by, 1, 1, to)))                 \
+    ENCODER(nearest, NAME, TYPE, EACH_RUN(encode_nearest(r, DTYPE, x, m, *by, to)))                                     \
+    static void codes_##NAME(const recipe *r, const TYPE *x, count n, count width, const float *by, const float *shift, \
+                             uint8_t *to) {                                                                             \
+        if (r->kind == AFFINE) affine_##NAME(r, x, n, width, by, shift, to);                                            \
+        else if (r->kind == NEAREST) nearest_##NAME(r, x, n, width, by, shift, to);                                     \
+        else if (r->mantissa == 3) e4m3_##NAME(r, x, n, width, by, shift, to);                                          \
+        else if (r->mantissa == 2) e5m2_##NAME(r, x, n, width, by, shift, to);                                          \
+        else e2m1_##NAME(r, x, n, width, by, shift, to);                                                                \
+    }
+#ifdef FAST /* two runs of 16 at once */
+#define SHORT_RUNS(DTYPE)                                                                                 \
+    for (; width == SOME / 2 && n >= SOME; n -= SOME, x += SOME, to += SOME, by += 2, shift += 2) \
+        float8_16_twice(r, DTYPE, x, multiplies(r), by, 1, 1, to);
+#else
+#define SHORT_RUNS(DTYPE)
+#endif
 ENCODERS(float32, float, FLOAT32)
 ENCODERS(bfloat16, uint16_t, BFLOAT16)
 
@@ -182,10 +183,10 @@ ENCODERS(bfloat16, uint16_t, BFLOAT16)
  * finite and small enough. */
 static int fit_powers(const recipe *r, count runs, const float *restrict high, uint8_t *restrict scale, float *restrict by) {
     int bad = 0;
-    int32_t lift = r->power == EVEN ? 1 << (22 - r->mantissa) : 0;
+    int32_t lift = r->scales == EVEN ? 1 << (22 - r->mantissa) : 0;
     for (count i = 0; i < runs; i++) {
-        int32_t bits = (int32_t)bits_of(r->power == RCEIL ? high[i] / r->span : high[i]);
-        int32_t byte = r->power == RCEIL ? (bits + 0x7fffff) >> 23 : ((bits + lift) >> 23) - r->top;
+        int32_t bits = (int32_t)bits_of(r->scales == RCEIL ? high[i] / r->span : high[i]);
+        int32_t byte = r->scales == RCEIL ? (bits + 0x7fffff) >> 23 : ((bits + lift) >> 23) - r->top;
         bad |= !(high[i] < LIMIT);
         byte = byte < 0 ? 0 : byte > 254 ? 254 : byte;
         byte = high[i] > 0 ? byte : 127;
@@ -193,6 +194,30 @@ static int fit_powers(const recipe *r, count runs, const float *restrict high, u
         by[i] = float_of(byte < 254 ? (uint32_t)(254 - byte) << 23 : 1u << 22);
     }
     return !bad;
+}
+
+/* Computes scales of e4m3 with a number for all rows, normal ones, and what multiplies or divides values; returns whether
+ * the magnitudes are small enough. */
+static int fit_e4m3(const recipe *r, count runs, const float *restrict high, uint8_t *restrict scale, float *restrict by) {
+    int bad = 0, divides = r->scales == OVER_WHOLE;
+    float whole = r->whole, inverse = 1.0f / whole, least_scale = float_of(121u << 23);
+    for (count i = 0; i < runs; i++) {
+        float ratio = high[i] / r->span;
+        bad |= !(high[i] < LIMIT);
+        ratio = divides ? ratio * whole : ratio / whole;
+        ratio = ratio < least_scale ? least_scale : ratio;
+        ratio = ratio > 448.0f ? 448.0f : ratio;
+        uint32_t bits = bits_of(ratio), code = (bits + 0x7ffff + (bits >> 20 & 1)) >> 20; /* halves to even */
+        float stored = float_of(code << 20);
+        scale[i] = (uint8_t)(code - (120u << 3));
+        by[i] = divides ? stored / whole : inverse / stored;
+    }
+    return !bad;
+}
+
+/* Fits scales of a byte. */
+static int fit_bytes(const recipe *r, count runs, const float *restrict high, uint8_t *restrict scale, float *restrict by) {
+    return r->scales <= RCEIL ? fit_powers(r, runs, high, scale, by) : fit_e4m3(r, runs, high, scale, by);
 }
 
 /* Computes from extremes the entries of `scale` and `zero`, the divisors `by` (for NEAREST factors) and `shift`; returns
@@ -230,20 +255,36 @@ static int fit(const recipe *r, count runs, const float *restrict low, const flo
     return !bad;
 }
 
-/* The codes of at most BAND numbers, contiguous in memory as their codes are. */
-static void encode_band(const recipe *r, const void *x, count n, count width, const float *by, const float *shift,
+/* The codes of at most BAND numbers, contiguous in memory as their codes are, from the column `start` on of a row whose runs
+ * have the entries `by` and `shift`. */
+static void encode_band(const recipe *r, const void *x, count start, count n, const float *by, const float *shift,
                         uint8_t *to) {
     float numbers[BAND];
     uint8_t some[BAND], *codes = r->bits == 8 ? to : some;
-    if (r->dtype == BFLOAT16) {
-        codes_bfloat16(r, x, n, width, by, shift, codes);
-    } else if (r->dtype == FLOAT32) {
-        codes_float32(r, x, n, width, by, shift, codes);
-    } else {
+    int dtype = r->dtype;
+    if (dtype == FLOAT16) {
         fetch(x, FLOAT16, 0, n, numbers);
-        codes_float32(r, numbers, n, width, by, shift, codes);
+        x = numbers, dtype = FLOAT32;
+    }
+    for (count i = 0, m; i < n; i += m) { /* the rest of the run before `start`, then whole runs */
+        count run = (start + i) / r->width, rest = (start + i) % r->width;
+        m = rest ? least(r->width - rest, n - i) : n - i;
+        const void *from = behind(x, dtype, i);
+        if (dtype == BFLOAT16) codes_bfloat16(r, from, m, r->width, by + run, shift + run, codes + i);
+        else codes_float32(r, from, m, r->width, by + run, shift + run, codes + i);
     }
     if (r->bits == 4) run_pack4(some, n, to);
+}
+
+/* The codes of the rows from `begin` on under given scales and zero points; `columns` is that of the recipe. */
+static void encode_under(const recipe *r, const void *x, count begin, count rows, count columns, const float *scale,
+                         const float *zero, count scale_stride, uint8_t *codes) {
+    for (count row = begin; row < rows; row++)
+        for (count start = 0; start < columns; start += BAND) {
+            const float *by = scale + row * scale_stride, *shift = r->is_symmetric ? by : zero + row * scale_stride;
+            const void *from = behind(x, r->dtype, row * columns + start);
+            encode_band(r, from, start, least(BAND, columns - start), by, shift, codes + row * r->stride + start * r->bits / 8);
+        }
 }
 
 /* Rows to codes, scales and zero points; 0 if a number is not finite or too large: then the outputs are undefined. */
@@ -255,7 +296,7 @@ static int encode(const recipe *r, const void *x, count rows, void *scales, uint
         rows = 1;
     }
     float low[RUNS] = {0}, high[RUNS], by[RUNS], shift[RUNS] = {0}, *scale = scales;
-    uint8_t *power = scales;
+    uint8_t *byte = scales;
     for (count row = 0; row < rows; row++, codes += r->stride) {
         for (count start = 0; start < columns; start += most) {
             count n = least(most, columns - start), runs = 0;
@@ -271,7 +312,7 @@ static int encode(const recipe *r, const void *x, count rows, void *scales, uint
                     high[runs] = largest_one < 0 ? 0 : largest_one;
                 }
             }
-            if (!(r->power ? fit_powers(r, runs, high, power, by) : fit(r, runs, low, high, scale, zero, by, shift))) return 0;
+            if (!(r->scales ? fit_bytes(r, runs, high, byte, by) : fit(r, runs, low, high, scale, zero, by, shift))) return 0;
             if (r->is_searched) {
                 for (count i = 0; i < runs; i++) high[i] = high[i] > -low[i] ? high[i] : -low[i];
                 search_runs(r, x, n, high, shift, scale);
@@ -280,10 +321,10 @@ static int encode(const recipe *r, const void *x, count rows, void *scales, uint
             }
             for (count at = 0; at < n; at += BAND) { /* one, unless a run is longer */
                 uint8_t *to = r->bits == 8 ? codes + start + at : codes + (start + at) / 2;
-                encode_band(r, behind(x, r->dtype, at), least(BAND, n - at), runs > 1 ? width : BAND, by, shift, to);
+                encode_band(r, behind(x, r->dtype, at), at, least(BAND, n - at), by, shift, to);
             }
             x = behind(x, r->dtype, n);
-            if (r->power) power += runs;
+            if (r->scales) byte += runs;
             else scale += runs;
             zero += r->is_symmetric ? 0 : runs;
         }
@@ -308,7 +349,7 @@ static int encode_file(const recipe *r, int file, count at, count rows, void *ro
         if (!encode(r, room, some, scale, zero, codes)) return 0;
         at += size;
         done += some;
-        scale = (char *)scale + some * groups * (r->power ? 1 : 4);
+        scale = (char *)scale + some * groups * (r->scales ? 1 : 4);
         zero += r->is_symmetric ? 0 : some * groups;
         codes += some * r->stride;
     }

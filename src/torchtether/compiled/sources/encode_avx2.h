@@ -33,21 +33,20 @@ INLINE int is_same(__m256i a, __m256i b) { return _mm256_movemask_epi8(_mm256_cm
 
 enum { TIMES, OVER, EXACTLY }; /* the last multiplies, too, and is rounded with care */
 
+/* Quotients that are too negative for an integer become the most negative one, but those that are too large, too. */
 INLINE __m256i affine_codes(const recipe *r, int dtype, const void *x, int how, float by, float zero) {
-    __m256 number = _mm256_set1_ps(by), shift = _mm256_set1_ps(zero);
+    __m256 number = _mm256_set1_ps(by), shift = _mm256_set1_ps(zero), highest = _mm256_set1_ps(r->highest);
     __m256i codes[4];
     for (int j = 0; j < 4; j++) {
         __m256 y = eight(x, dtype, 8 * j);
         y = how == OVER ? _mm256_add_ps(_mm256_div_ps(y, number), shift) : _mm256_fmadd_ps(y, number, shift);
-        codes[j] = _mm256_cvtps_epi32(y);
+        codes[j] = _mm256_cvtps_epi32(_mm256_min_ps(y, highest));
     }
     __m256i bytes = signed_bytes(codes);
-    if (r->lowest == -128.0f && r->highest == 127.0f) return bytes;
-    bytes = _mm256_max_epi8(bytes, _mm256_set1_epi8((char)r->lowest));
-    return _mm256_min_epi8(bytes, _mm256_set1_epi8((char)r->highest));
+    return r->lowest == -128.0f ? bytes : _mm256_max_epi8(bytes, _mm256_set1_epi8((char)r->lowest));
 }
 
-/* The codes of 32 numbers. Quotients are as small as codes, so they fit integers. */
+/* The codes of 32 numbers. */
 INLINE void affine_32(const recipe *r, int dtype, const void *x, int is_guessed, float by, float inverse, float zero,
                       uint8_t *to) {
     __m256i codes = affine_codes(r, dtype, x, TIMES, inverse * LESS, zero);
@@ -120,15 +119,15 @@ INLINE __m256i float8_code(__m256 y, int how, int mantissa, int bias) {
     return _mm256_blendv_epi8(_mm256_srli_epi32(code, cut), low, is_low);
 }
 
-/* The same for 32 numbers that are not scaled yet; `least` holds the smallest scaled magnitudes. */
-INLINE __m256i float8_codes(const recipe *r, int dtype, const void *x, int how, float by, int mantissa, int bias,
-                            __m256 *least) {
-    __m256 number = _mm256_set1_ps(by), highest = _mm256_set1_ps(r->highest);
+/* The same for 32 numbers that are not scaled yet, 16 with each scale; `least` holds the smallest scaled magnitudes. */
+INLINE __m256i float8_codes(const recipe *r, int dtype, const void *x, int how, float by, float next, int mantissa,
+                            int bias, __m256 *least) {
+    __m256 highest = _mm256_set1_ps(r->highest);
     __m256 bare = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff));
     __m256i codes[4];
     *least = highest;
     for (int j = 0; j < 4; j++) {
-        __m256 y = _mm256_and_ps(eight(x, dtype, 8 * j), bare);
+        __m256 y = _mm256_and_ps(eight(x, dtype, 8 * j), bare), number = _mm256_set1_ps(j < 2 ? by : next);
         y = _mm256_min_ps(how == OVER ? _mm256_div_ps(y, number) : _mm256_mul_ps(y, number), highest);
         *least = _mm256_min_ps(*least, y);
         codes[j] = float8_code(y, how, mantissa, bias);
@@ -144,21 +143,31 @@ INLINE void put_float8(__m256i codes, int dtype, const void *x, int mantissa, ui
     _mm256_storeu_si256((__m256i *)to, _mm256_or_si256(codes, sign));
 }
 
-/* The codes of 32 numbers, times a power of two. */
+/* The codes of 32 products. */
 INLINE void float8_32_exactly(const recipe *r, int dtype, const void *x, float by, int mantissa, int bias, uint8_t *to) {
     __m256 least;
-    put_float8(float8_codes(r, dtype, x, EXACTLY, by, mantissa, bias, &least), dtype, x, mantissa, to);
+    put_float8(float8_codes(r, dtype, x, EXACTLY, by, by, mantissa, bias, &least), dtype, x, mantissa, to);
+}
+
+/* The codes of twice 16 numbers, each time divided or multiplied by an entry of `by`. */
+INLINE void float8_16_twice(const recipe *r, int dtype, const void *x, int is_product, const float *by, int mantissa,
+                            int bias, uint8_t *to) {
+    __m256 least;
+    __m256i codes = is_product ? float8_codes(r, dtype, x, EXACTLY, by[0], by[1], mantissa, bias, &least)
+                               : float8_codes(r, dtype, x, OVER, by[0], by[1], mantissa, bias, &least);
+    put_float8(codes, dtype, x, mantissa, to);
 }
 
 /* The codes of 32 numbers as float8; `is_sure` if one product is known to be right.  If one of them is subnormal, they are
  * divided in any case. */
 INLINE void float8_32(const recipe *r, int dtype, const void *x, int is_guessed, int is_sure, float by, float inverse,
                       int mantissa, int bias, uint8_t *to) {
+    float guess = is_sure ? inverse : inverse * LESS, over = inverse * MORE;
     __m256 least, more, smallest = _mm256_set1_ps(float_of((uint32_t)(128 - bias) << 23));
-    __m256i codes = float8_codes(r, dtype, x, TIMES, is_sure ? inverse : inverse * LESS, mantissa, bias, &least);
+    __m256i codes = float8_codes(r, dtype, x, TIMES, guess, guess, mantissa, bias, &least);
     if (!is_guessed || _mm256_movemask_ps(_mm256_cmp_ps(least, smallest, _CMP_LT_OQ)) ||
-        (!is_sure && !is_same(codes, float8_codes(r, dtype, x, TIMES, inverse * MORE, mantissa, bias, &more))))
-        codes = float8_codes(r, dtype, x, OVER, by, mantissa, bias, &least);
+        (!is_sure && !is_same(codes, float8_codes(r, dtype, x, TIMES, over, over, mantissa, bias, &more))))
+        codes = float8_codes(r, dtype, x, OVER, by, by, mantissa, bias, &least);
     put_float8(codes, dtype, x, mantissa, to);
 }
 

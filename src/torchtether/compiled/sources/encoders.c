@@ -158,141 +158,36 @@ static inline void extremes(const void *x, int dtype, count at, count n, float *
     *high = dtype == BFLOAT16 ? float_of((uint32_t)last << 16) : from_half(last);
 }
 
-static void all_magnitudes(const void *x, int dtype, count rows, count columns, count width, float *out) {
-    for (count row = 0; row < rows; row++)
-        for (count start = 0; start < columns; start += width)
-            *out++ = magnitude(x, dtype, row * columns + start, least(width, columns - start));
-}
-
-static void all_extremes(const void *x, int dtype, count rows, count columns, count width, float *low, float *high) {
-    for (count row = 0; row < rows; row++)
-        for (count start = 0; start < columns; start += width)
-            extremes(x, dtype, row * columns + start, least(width, columns - start), low++, high++);
-}
-
-/* ---- numbers to codes ------------------------------------------------------------------------------------------ */
-
-/* x / scale, or x * scale, run by run, for the stretch of a row that begins at the column `start` */
-static inline void scaled(float *x, count start, count n, count width, const float *scale, int divides) {
-    for (count i = 0; i < n;) {
-        count run = least(width - (start + i) % width, n - i);
-        float by = scale[(start + i) / width];
-        float *restrict some = x + i;
-        if (divides)
-            for (count j = 0; j < run; j++) some[j] = some[j] / by;
-        else
-            for (count j = 0; j < run; j++) some[j] = some[j] * by;
-        i += run;
-    }
-}
-
-/* Integers of 4 or 8 bits: round(x / scale + zero), clipped to lowest and highest, plus offset. */
-static void all_encode_affine(const void *x, int dtype, count rows, count columns, count width, const float *scale,
-                      const float *zero, count scale_stride, int divides, int lowest, int highest, int offset, int bits, uint8_t *out,
-                      count out_stride) {
-    float numbers[STRETCH], least_code = (float)lowest, most_code = (float)highest;
-    uint8_t codes[STRETCH];
-    for (count row = 0; row < rows; row++, scale += scale_stride, out += out_stride) {
-        for (count start = 0; start < columns; start += STRETCH) {
-            count n = least(STRETCH, columns - start);
-            fetch(x, dtype, row * columns + start, n, numbers);
-            scaled(numbers, start, n, width, scale, divides);
-            if (zero) {
-                for (count i = 0; i < n;) {
-                    count run = least(width - (start + i) % width, n - i);
-                    float by = zero[row * scale_stride + (start + i) / width];
-                    for (count j = i; j < i + run; j++) numbers[j] = numbers[j] + by;
-                    i += run;
-                }
-            }
-            uint8_t *restrict to = bits == 8 ? out + start : codes;
-            for (count i = 0; i < n; i++) {
-                float y = numbers[i];
-                y = y < least_code ? least_code : y;
-                y = y > most_code ? most_code : y;
-                to[i] = (uint8_t)(bits_of(y + MAGIC) + (uint32_t)offset);
-            }
-            if (bits == 4) pack4(codes, n, out + start / 2);
-        }
-    }
-}
-
-/* float8 with `mantissa` bits and an exponent bias, rounded to nearest, halves to even, and clipped to `largest`. */
-static void all_encode_float8(const void *x, int dtype, count rows, count columns, count width, const float *scale,
-                      count scale_stride, int divides, float largest, int mantissa, int bias, uint8_t *out) {
-    float numbers[STRETCH];
-    int cut = 23 - mantissa;
-    uint32_t smallest = (uint32_t)(128 - bias) << 23; /* the bits of the smallest normal number */
-    uint32_t unit = (uint32_t)(128 - bias + cut) << 23; /* adding this number rounds to a subnormal's last bit */
-    uint32_t rebias = (uint32_t)(127 - bias) << 23, half = (1u << (cut - 1)) - 1;
-    for (count row = 0; row < rows; row++, scale += scale_stride) {
-        for (count start = 0; start < columns; start += STRETCH) {
-            count n = least(STRETCH, columns - start);
-            fetch(x, dtype, row * columns + start, n, numbers);
-            scaled(numbers, start, n, width, scale, divides);
-            uint8_t *restrict to = out + row * columns + start;
-            for (count i = 0; i < n; i++) {
-                float y = numbers[i];
-                y = y < -largest ? -largest : y;
-                y = y > largest ? largest : y;
-                uint32_t bits = bits_of(y), sign = bits >> 24 & 0x80, rest = bits & 0x7fffffff;
-                uint32_t normal = (rest - rebias + half + (rest >> cut & 1)) >> cut;
-                uint32_t subnormal = bits_of(float_of(rest) + float_of(unit)) - unit;
-                to[i] = (uint8_t)(sign | (rest < smallest ? subnormal : normal));
-            }
-        }
-    }
-}
-
-/* 4-bit codes: the number of ascending thresholds below, mapped by `order` (16); if `is_signed`, that of the magnitude, plus
- * 8 for the sign. */
-static void all_encode_nearest(const void *x, int dtype, count rows, count columns, count width, const float *scale,
-                       count scale_stride, int divides, int is_signed, const float *thresholds, int levels,
-                       const uint8_t *order, uint8_t *out, count out_stride) {
-    float numbers[STRETCH];
-    uint8_t codes[STRETCH];
-    int is_ordered = 1;
-    float edges[15];
-    for (int j = 0; j < 16; j++) is_ordered &= order[j] == j;
-    for (int j = 0; j < 15; j++) edges[j] = j < levels ? thresholds[j] : float_of(0x7f800000);
-    for (count row = 0; row < rows; row++, scale += scale_stride, out += out_stride) {
-        for (count start = 0; start < columns; start += STRETCH) {
-            count n = least(STRETCH, columns - start);
-            fetch(x, dtype, row * columns + start, n, numbers);
-            scaled(numbers, start, n, width, scale, divides);
-            if (is_signed) {
-                for (count i = 0; i < n; i++) {
-                    float y = float_of(bits_of(numbers[i]) & 0x7fffffff);
-                    uint32_t code = bits_of(numbers[i]) >> 28 & 8;
-                    for (int j = 0; j < 7; j++) code += y > edges[j];
-                    codes[i] = (uint8_t)code;
-                }
-            } else {
-                for (count i = 0; i < n; i++) {
-                    uint32_t code = 0;
-                    for (int j = 0; j < 15; j++) code += numbers[i] > edges[j];
-                    codes[i] = (uint8_t)code;
-                }
-                if (!is_ordered)
-                    for (count i = 0; i < n; i++) codes[i] = order[codes[i]];
-            }
-            pack4(codes, n, out + start / 2);
-        }
-    }
-}
-
 #include "encode.h"
 #include "biased.h"
+
+/* ---- extremes of all runs ---------------------------------------------------------------------------------------- */
+
+static void all_magnitudes(const void *x, int dtype, count begin, count rows, count columns, count width, float *out) {
+    out += begin * ((columns + width - 1) / width);
+    for (count row = begin; row < rows; row++)
+        for (count start = 0; start < columns; start += width)
+            *out++ = run_magnitude(behind(x, dtype, row * columns + start), dtype, least(width, columns - start));
+}
+
+static void all_extremes(const void *x, int dtype, count begin, count rows, count columns, count width, float *low, float *high) {
+    count before = begin * ((columns + width - 1) / width);
+    low += before, high += before;
+    for (count row = begin; row < rows; row++)
+        for (count start = 0; start < columns; start += width)
+            run_extremes(behind(x, dtype, row * columns + start), dtype, least(width, columns - start), low++, high++);
+}
 
 /* ---- codes to numbers ------------------------------------------------------------------------------------------ */
 
 /* ((q - zero) * scale) * unit; codes are unsigned, or signed if bits is -8 */
-static void all_decode_affine(const uint8_t *codes, int bits, count rows, count columns, count width, count stride,
-                      const float *scale, const float *zero, count scale_stride, float offset, float unit, void *out, int dtype,
-                      count out_stride) {
+static void all_decode_affine(const uint8_t *codes, int bits, count begin, count rows, count columns, count width,
+                              count stride, const float *scale, const float *zero, count scale_stride, float offset,
+                              float unit, void *out, int dtype, count out_stride) {
     float numbers[STRETCH];
     uint8_t some[STRETCH];
-    for (count row = 0; row < rows; row++, codes += stride, scale += scale_stride) {
+    codes += begin * stride, scale += begin * scale_stride;
+    for (count row = begin; row < rows; row++, codes += stride, scale += scale_stride) {
         for (count start = 0; start < columns; start += STRETCH) {
             count n = least(STRETCH, columns - start);
             if (bits == -8) {
@@ -320,11 +215,13 @@ static void all_decode_affine(const uint8_t *codes, int bits, count rows, count 
 }
 
 /* table[q] * scale, with codes of 4 bits or of 8 */
-static void all_decode_table(const uint8_t *codes, int bits, count rows, count columns, count width, count stride,
-                     const float *scale, count scale_stride, const float *table, void *out, int dtype, count out_stride) {
+static void all_decode_table(const uint8_t *codes, int bits, count begin, count rows, count columns, count width,
+                             count stride, const float *scale, count scale_stride, const float *table, void *out, int dtype,
+                             count out_stride) {
     float numbers[STRETCH];
     uint8_t some[STRETCH];
-    for (count row = 0; row < rows; row++, codes += stride, scale += scale_stride) {
+    codes += begin * stride, scale += begin * scale_stride;
+    for (count row = begin; row < rows; row++, codes += stride, scale += scale_stride) {
         for (count start = 0; start < columns; start += STRETCH) {
             count n = least(STRETCH, columns - start);
             const uint8_t *from = codes + start;
@@ -332,8 +229,11 @@ static void all_decode_table(const uint8_t *codes, int bits, count rows, count c
                 unpack4(codes + start / 2, n, some);
                 from = some;
             }
-            for (count i = 0; i < n; i++) numbers[i] = table[from[i]];
-            scaled(numbers, start, n, width, scale, 0);
+            for (count i = 0, run; i < n; i += run) {
+                float by = scale[(start + i) / width];
+                run = least(width - (start + i) % width, n - i);
+                for (count j = i; j < i + run; j++) numbers[j] = table[from[j]] * by;
+            }
             store(numbers, n, out, dtype, row * out_stride + start);
         }
     }
@@ -344,9 +244,7 @@ static void all_decode_table(const uint8_t *codes, int bits, count rows, count c
 const encoders NAME(LEVEL) = {
     .magnitudes = all_magnitudes,
     .extremes = all_extremes,
-    .encode_affine = all_encode_affine,
-    .encode_float8 = all_encode_float8,
-    .encode_nearest = all_encode_nearest,
+    .encode_under = encode_under,
     .fit_scales = fit_scales,
     .encode_biased = encode_biased,
     .fit_biased = fit_biased,

@@ -125,9 +125,8 @@ const Described RECIPE[] = {
     DESCRIBED(recipe, kind), DESCRIBED(recipe, dtype), DESCRIBED(recipe, columns), DESCRIBED(recipe, width),
     DESCRIBED(recipe, stride), DESCRIBED(recipe, span), DESCRIBED(recipe, unit), DESCRIBED(recipe, lowest),
     DESCRIBED(recipe, highest), DESCRIBED(recipe, is_symmetric), DESCRIBED(recipe, offset), DESCRIBED(recipe, zero_offset),
-    DESCRIBED(recipe, bits), DESCRIBED(recipe, mantissa), DESCRIBED(recipe, bias), DESCRIBED(recipe, power),
-    DESCRIBED(recipe, top), DESCRIBED(recipe, edges),
-    DESCRIBED(recipe, order), DESCRIBED(recipe, is_ordered), DESCRIBED(recipe, is_searched), DESCRIBED(recipe, kept),
+    DESCRIBED(recipe, bits), DESCRIBED(recipe, mantissa), DESCRIBED(recipe, bias), DESCRIBED(recipe, scales),
+    DESCRIBED(recipe, top), DESCRIBED(recipe, whole), DESCRIBED(recipe, edges), DESCRIBED(recipe, order), DESCRIBED(recipe, is_ordered), DESCRIBED(recipe, is_searched), DESCRIBED(recipe, kept),
     DESCRIBED(recipe, smallest), DESCRIBED(recipe, levels), DESCRIBED(recipe, larger),
 };
 
@@ -198,29 +197,8 @@ inline void from(PyObject* given, const recipe** to) {
     if (!*to) PyErr_SetString(PyExc_TypeError, "the first argument is no Recipe");
 }
 
-// Calls function(*given) without the GIL; arguments are integers, floats, addresses (None for null) and a Recipe.
-template <class R, class... A, size_t... I>
-PyObject* call_loop(R (*function)(A...), PyObject* const* given, std::index_sequence<I...>) {
-    std::tuple<A...> arguments;
-    (from(given[I], &std::get<I>(arguments)), ...);
-    if (PyErr_Occurred()) return nullptr;
-    const auto run = [&] { return function(std::get<I>(arguments)...); };
-    if constexpr (std::is_void_v<R>) {
-        aside(true, run);
-        return none();
-    } else return PyLong_FromLong(aside(true, run));
-}
-
-template <class R, class... A> PyObject* check_count(R (*function)(A...), PyObject* const* given, Py_ssize_t count) {
-    if (count != sizeof...(A)) return refuse("a loop over rows is given another number of arguments than it takes");
-    return call_loop(function, given, std::index_sequence_for<A...>());
-}
-
-template <auto member> PyObject* loop(PyObject*, PyObject* const* given, Py_ssize_t count) {
-    return check_count(level->loops->*member, given, count);
-}
-
-// The same in several threads, each with some of the rows: the third and the fourth argument are their range.
+// Calls function(*given) without the GIL in several threads, each with some of the rows: the third and the fourth argument
+// are their range. Arguments are integers, floats, addresses (None for null) and a Recipe.
 template <class... A, size_t... I>
 PyObject* share_rows(void (*function)(A...), PyObject* const* given, std::index_sequence<I...>) {
     std::tuple<A...> arguments;
@@ -245,7 +223,7 @@ template <auto member> PyObject* shared_loop(PyObject*, PyObject* const* given, 
     return check_shared(level->loops->*member, given, count);
 }
 
-// encode(recipe, x, rows, scale, zero, codes); by several threads where scales are searched for.
+// encode(recipe, x, rows, scale, zero, codes), in several threads.
 PyObject* encode_rows(PyObject*, PyObject* const* given, Py_ssize_t count) {
     const recipe* r = nullptr;
     const char* x = nullptr;
@@ -258,10 +236,10 @@ PyObject* encode_rows(PyObject*, PyObject* const* given, Py_ssize_t count) {
     return or_memory_error([&] {
         std::atomic<bool> is_done{true};
         const int64_t groups = (r->columns + r->width - 1) / r->width, row = r->columns * (r->dtype ? 2 : 4);
-        const int64_t scales = groups * (r->power ? 1 : 4);
+        const int64_t scales = groups * (r->scales ? 1 : 4);
         aside(true, [&] {
             const int64_t step = r->columns < 16384 ? 16384 / r->columns : 1;
-            in_threads(rows, step, r->is_searched && rows * r->columns > 65536, [&](Shares& shares) {
+            in_threads(rows, step, rows * r->columns > (r->is_searched ? 1 << 16 : 1 << 18), [&](Shares& shares) {
                 for (int64_t i, end; shares.take(&i, &end);) {
                     uint8_t* zeros = zero ? zero + i * groups : nullptr;
                     if (!level->loops->encode(r, x + i * row, end - i, scale + i * scales, zeros, codes + i * r->stride)) is_done = false;
@@ -270,6 +248,21 @@ PyObject* encode_rows(PyObject*, PyObject* const* given, Py_ssize_t count) {
         });
         return PyLong_FromLong(is_done);
     });
+}
+
+// encode_file(recipe, file, at, rows, room, nbytes, scale, zero, codes)
+PyObject* encode_file(PyObject*, PyObject* const* given, Py_ssize_t count) {
+    const recipe* r = nullptr;
+    int file = 0;
+    int64_t at = 0, rows = 0, nbytes = 0;
+    void *room = nullptr, *scale = nullptr;
+    uint8_t *zero = nullptr, *codes = nullptr;
+    if (count != 9) return refuse("encode_file(recipe, file, at, rows, room, nbytes, scale, zero, codes)");
+    from(given[0], &r), from(given[1], &file), from(given[2], &at), from(given[3], &rows), from(given[4], &room);
+    from(given[5], &nbytes), from(given[6], &scale), from(given[7], &zero), from(given[8], &codes);
+    if (PyErr_Occurred()) return nullptr;
+    const auto run = [&] { return level->loops->encode_file(r, file, at, rows, room, nbytes, scale, zero, codes); };
+    return PyLong_FromLong(aside(true, run));
 }
 
 #include "checksum.h"
@@ -313,7 +306,6 @@ PyObject* bind(PyObject*, PyObject* const* given, Py_ssize_t count) {
 #define TEXT_OF(word) #word
 #define TEXT(word) TEXT_OF(word)
 #define METHOD(name, function) {name, (PyCFunction)(void*)(function), METH_FASTCALL, nullptr}
-#define LOOP(name) METHOD(#name, loop<&encoders::name>)
 #define SHARED(name) METHOD(#name, shared_loop<&encoders::name>)
 PyMethodDef METHODS[] = {
     METHOD("bind", bind),
@@ -324,18 +316,16 @@ PyMethodDef METHODS[] = {
     METHOD("shortcut_linear", shortcut_linear),
     METHOD("shortcut_gather", shortcut_gather),
     METHOD("remember", remember),
-    LOOP(magnitudes),
-    LOOP(extremes),
-    LOOP(encode_affine),
-    LOOP(encode_float8),
-    LOOP(encode_nearest),
+    SHARED(magnitudes),
+    SHARED(extremes),
+    SHARED(encode_under),
     SHARED(fit_scales),
     SHARED(encode_biased),
     SHARED(fit_biased),
     METHOD("encode", encode_rows),
-    LOOP(encode_file),
-    LOOP(decode_affine),
-    LOOP(decode_table),
+    METHOD("encode_file", encode_file),
+    SHARED(decode_affine),
+    SHARED(decode_table),
     METHOD("fold_crc32", fold_crc32),
     METHOD("open_readers", open_readers),
     METHOD("start_read", start_read),
