@@ -377,6 +377,23 @@ def test_other_values_under_a_tied_name_are_a_fault_unless_one_chooses(tmp_path)
         assert torch.equal(model.emb.weight, state["emb.weight"])
 
 
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_ties_of_the_file_do_not_leave_the_optimizer_behind(tmp_path, is_tied):
+    tt.save(untied(**{"head.weight": torch.full((12, 8), 3.0)}) if is_tied else build(Tied), tmp_path / "x")
+    model = build(Tied, meta=True)
+    if not is_tied:
+        tt.untie(model, "head.weight")
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(tt.LoadError, match="x: head.weight: ties='file' replaces this Parameter, which the optimizer"):
+        tt.load(model, tmp_path / "x", ties="file", optimizer=optimizer)
+    assert model.emb.weight.is_meta
+    assert (model.head.weight is model.emb.weight) == is_tied
+    tt.check_optimizer(model, optimizer)
+    others = torch.optim.AdamW(model.mid.parameters())
+    tt.load(model, tmp_path / "x", ties="file", optimizer=others)
+    assert (model.head.weight is model.emb.weight) != is_tied
+
+
 @pytest.mark.parametrize("flat", [True, False])
 def test_a_tie_of_the_file_that_the_model_lacks(tmp_path, flat):
     source = build(Tied)

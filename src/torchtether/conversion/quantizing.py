@@ -47,7 +47,8 @@ def quantize(
     of experts stored as one tensor of 3 dimensions; or globs over parameter names, each with a scheme or ``None``, of
     which the first match wins.  A tied group is quantized once and stays tied.  A Weight that has the wanted scheme is
     not changed, one of another scheme is encoded again, and a tensor on ``meta`` becomes a Weight on ``meta``.
-    Afterwards stock ``load_state_dict`` keeps the scheme and the Parameter objects, with or without ``assign=True``.
+    Afterwards stock ``load_state_dict`` keeps the schemes and the objects of Weights, with or without ``assign=True``,
+    which outside ``tt.swapping`` makes plain parameters new objects, as in torch.
     The state of ``optimizer`` (one or several) follows its parameters; ``atomic`` is as in ``tt.convert``.
     ``progress`` is ``True`` for a bar, or a function of (bytes done, bytes in all) of the tensors that are encoded.
 

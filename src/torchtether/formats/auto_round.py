@@ -6,7 +6,7 @@
                       "auto_round:llm_compressor"                 compressed-tensors
     extra_config      options of some modules, by name or pattern
 
-Older checkpoints have ``backend`` instead of ``packing_format``, with the same values.
+Others have ``format``, or older ones ``backend``, instead of ``packing_format``, with the same values.
 Source: AutoRound 0.16.1, inference/convert_model.py and export/export_to_autoround.
 """
 
@@ -41,7 +41,8 @@ def recognise(contents: Contents) -> Found | None:
     if method not in (name, "autoround"):
         return None
     config = contents.quantization
-    packing = str(config.get("packing_format") or config.get("backend") or _DEFAULT).lower()
+    stated = str(config.get("format")).startswith("auto_round") and config["format"]  # others have other uses of it
+    packing = str(config.get("packing_format") or stated or config.get("backend") or _DEFAULT).lower()
     packing = _DEFAULT if packing == "auto" else packing.replace("autoround", "auto_round")
     if packing.endswith("llm_compressor"):
         return compressed_tensors.recognise(_restated(contents))

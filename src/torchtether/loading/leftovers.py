@@ -11,8 +11,9 @@ from torch import nn
 
 from .._checks import describe_some
 from ..errors import CheckpointError
+from ..exchange.optimizer_state import Optimizers, optimizers_of
 from ..integrations.imported import is_of_transformers
-from ..ties.names import nearest
+from ..ties.names import named_tensors, nearest
 from .options import FLOATS
 from .steps import KEYS_SHOWN, Draft
 
@@ -61,6 +62,19 @@ def _keep_apart_or_tie(draft: Draft, owner: str, name: str) -> None:
                     name,
                     f"the checkpoint ties it to {owner}, and {argument}= has different values for the two names",
                 )
+
+
+def check_replaced(draft: Draft, model: nn.Module, optimizer: Optimizers) -> None:
+    """Add a fault for each Parameter that ``ties="file"`` replaces, and that ``optimizer`` would go on holding."""
+    tensors = named_tensors(model)
+    held = {id(one) for each in optimizers_of(optimizer) for group in each.param_groups for one in group["params"]}
+    for name in dict.fromkeys([*draft.untie, *(alias for _, alias in draft.tie)]):
+        if id(tensors[name]) in held:
+            draft.add_fault(
+                name,
+                "ties='file' replaces this Parameter, which the optimizer would go on holding. "
+                "Load first, without optimizer=, and build the optimizer afterwards.",
+            )
 
 
 def check_copies(draft: Draft) -> None:

@@ -24,6 +24,7 @@ from ..ties.names import named_tensors
 from ..weights.weight import Weight
 from .contents import encoder_name, is_mappable
 from .hooks import warn_of_hooks
+from .leftovers import check_replaced
 from .matching import match
 from .options import Device, Dtype, LoadOptions, Ties
 from .report import LoadReport, raise_faults
@@ -266,6 +267,7 @@ def make_plan(
         checkpoint = Checkpoint(path, revision=revision)
         try:
             found = match(model, checkpoint, options)
+            check_replaced(found, model, optimizers)
             warn_of_hooks(found.targets.modules)
             try:
                 check_belongs(model, optimizers)
@@ -306,8 +308,9 @@ def load(
                   they are; if a rule lacks pieces of a tensor, it counts as missing, and its other pieces as unexpected
     ``ties``      for ties that differ between file and model: ``"match"`` is a fault; ``"model"`` keeps the model's
                   ties and loads the owner's values; ``"file"`` changes the model's ties, and the names concerned get
-                  new Parameters. With ``"file"``, too, it is a fault if only the file ties a name to a part or a
-                  transpose of another tensor: tie them in the model, or load with ``"model"``
+                  new Parameters, which is a fault if ``optimizer`` holds the old ones: build it after the load.
+                  With ``"file"``, too, it is a fault if only the file ties a name to a part or a transpose of another
+                  tensor: tie them in the model, or load with ``"model"``
     ``rename``    the map from the file's names to the model's: a mapping, a function that returns ``None`` to leave a
                   name out, ``tt.Concat``, ``tt.Split``, ``tt.Stack``, ``tt.Transpose`` or ``tt.Rotary``, or a list of
                   these and (regex, replacement) pairs, applied in order, each to the result of the one before;
