@@ -438,7 +438,8 @@ def test_a_rank_killed_in_a_save_leaves_the_old_checkpoint_whole(source, tmp_pat
 
 
 def test_a_rank_killed_while_dcp_writes_leaves_nothing_that_looks_like_a_checkpoint(source, tmp_path):
-    spawn(is_killed, 2, source, tmp_path / "new", 1, "before", "dcp", dies=[1])
+    said = spawn(is_killed, 2, source, tmp_path / "new", 1, "before", "dcp", dies=[1])
+    assert said[0] == "CheckpointError"
     assert not (tmp_path / "new").exists()
 
 

@@ -93,6 +93,9 @@ def save_dcp(
                 save(state, checkpoint_id=temporary, process_group=ranks.group, no_dist=ranks.is_alone)
             except CheckpointException as error:
                 raise _first_failure(error, path) from error
+            except RuntimeError as error:  # of a collective: torch wraps all others in a CheckpointException
+                what = f"another rank has stopped or cannot be reached: {str(error).splitlines()[0]}"
+                raise CheckpointError(what, name=str(path)) from error
     except BaseException as error:
         if ranks.rank == 0 and temporary is not None:
             folder.__exit__(type(error), error, error.__traceback__)
