@@ -37,7 +37,9 @@ def scratch(shape: Shape, dtype: torch.dtype) -> Tensor:
     made = torch.empty(shape, dtype=dtype, device="meta")
     if made.nbytes < _OWN_MAPPING:
         return torch.empty(shape, dtype=dtype, device="cpu")
-    return torch.frombuffer(_anonymous(made.nbytes), dtype=torch.uint8).view(dtype).reshape(shape)
+    bare = torch.frombuffer(_anonymous(made.nbytes), dtype=torch.uint8)
+    ask_for_huge_pages(bare.data_ptr(), made.nbytes)
+    return bare.view(dtype).reshape(shape)
 
 
 def _anonymous(nbytes: int) -> mmap.mmap:
