@@ -62,3 +62,17 @@ def test_an_expert_that_never_came_is_a_fault(tmp_path):
     for source in (published, iter(published.items())):
         with pytest.raises(tt.LoadError, match=r"without number 2|nothing for"):
             tt.refit(rollout, source)
+
+
+@pytest.mark.parametrize("kind", ["path", "state dict", "pairs"])
+def test_optional_tensors_that_never_came_are_named(kind, tmp_path):
+    config = transformers.BartConfig(
+        vocab_size=32, d_model=8, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
+        decoder_attention_heads=2, encoder_ffn_dim=8, decoder_ffn_dim=8, max_position_embeddings=16,
+    )  # fmt: skip
+    model = transformers.BartForConditionalGeneration(config)
+    state = {name: value for name, value in model.state_dict().items() if name != "final_logits_bias"}
+    tt.save(state, tmp_path / "model.safetensors")
+    source = {"path": tmp_path / "model.safetensors", "state dict": state, "pairs": iter(state.items())}[kind]
+    assert tt.refit(model, source).left == ("final_logits_bias",)
+    assert tt.refit(model, model.state_dict()).left == ()

@@ -62,10 +62,10 @@ def refit(
     decoded and encoded. Plain parameters and buffers are filled in their own dtype. The scratch is one tensor.
 
     Every tensor must come once; tied tensors come under one name or several, and their values must agree.
-    Non-persistent buffers (rotary frequencies) are written if the source has them; otherwise they keep their values,
-    and the report names them. A tensor that does not come, comes twice, does not fit, or has non-finite values that
-    the scheme cannot hold, is a fault. A path or a state dict is listed and read completely first, so that faults are
-    found before the first change.
+    Non-persistent buffers (rotary frequencies), and tensors that a transformers model declares optional, are written if
+    the source has them; otherwise they keep their values, and the report names them. Any other tensor that does not
+    come, comes twice, does not fit, or has non-finite values that the scheme cannot hold, is a fault. A path or a state
+    dict is listed and read completely first, so that faults are found before the first change.
 
     An iterable cannot be listed first. Each tensor is written when it is complete, and faults are reported at the end,
     together with what was written. Tensors that do not fit, or that their scheme cannot hold, are not written. A piece
@@ -137,10 +137,11 @@ class _Refit:
         self.writer, self._signals = writer, signals
         self.waited = 0
         self._filled: set[str] = set()
+        self._optional: set[str] = set()
 
     def left(self) -> list[str]:
-        """Return the non-persistent buffers that were not written."""
-        return sorted(transient_names(self._model) - self._filled)
+        """Return the non-persistent buffers, and the optional tensors, that were not written."""
+        return sorted((transient_names(self._model) | self._optional) - self._filled)
 
     # -- sources that can be listed -------------------------------------------------------------------------------
 
@@ -167,7 +168,7 @@ class _Refit:
             found = [*faults, *draft.faults, *self.writer.check(draft.steps, draft.given)]
             raise_faults(found, str(checkpoint.path), _ALL)
         self._write(lambda: self.writer.write(draft.steps, draft.given))
-        self._filled = _names_of(draft)
+        self._filled, self._optional = _names_of(draft), draft.optional
 
     # -- iterables ----------------------------------------------------------------------------------------------------
 
@@ -182,7 +183,7 @@ class _Refit:
             draft = arrivals.end()
             done = "" if self.writer.is_atomic else self.writer.describe()
             raise_faults(draft.faults, "the source", _ALL, done)
-            self._filled = _names_of(draft)
+            self._filled, self._optional = _names_of(draft), draft.optional
 
         self._write(take_all)
         self.waited = arrivals.waited

@@ -38,7 +38,8 @@ class RefitReport:
     encoded: Mapping[str, str] = field(default_factory=dict)
     """The scheme of each Weight into which values were encoded, by name."""
     left: tuple[str, ...] = ()
-    """Non-persistent buffers that the source does not have and that were left as they are."""
+    """Tensors that the source does not have and that were left as they are: non-persistent buffers, and what a
+    transformers model declares optional."""
     waiting: int = 0
     """The peak bytes of pieces that waited for other pieces of a fused tensor; only for iterables of pairs."""
 
