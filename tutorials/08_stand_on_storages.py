@@ -90,10 +90,10 @@ across = weight.detach().t()
 assert across.stride() == (1, 64)
 assert across.parts["qdata"].data_ptr() == weight.parts["qdata"].data_ptr()
 rows = weight.detach()[1:3]
-assert rows.parts["qdata"].data_ptr() == weight.parts["qdata"].data_ptr() + 64
-assert torch.equal(rows.dequantize(), weight.dequantize()[1:3])
 shown = tt.storage_map({"weight": weight, "across": across, "rows": rows})
 print(shown)
+assert rows.parts["qdata"].data_ptr() == weight.parts["qdata"].data_ptr() + 64
+assert torch.equal(rows.dequantize(), weight.dequantize()[1:3])
 assert shown.nbytes == weight.nbytes  # three tensors, one memory
 
 # %% A view that is impossible raises an error; it is never a silent copy.

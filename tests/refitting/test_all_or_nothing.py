@@ -106,6 +106,11 @@ def test_ctrl_c_in_the_source_leaves_everything_as_it_was():
     with nothing_held(), pytest.raises(KeyboardInterrupt):
         tt.refit(rollout, interrupting(), atomic="full")
     assert is_unchanged(rollout, before)
+    with pytest.raises(KeyboardInterrupt) as raised:  # without "full" it says how far it came
+        tt.refit(rollout, interrupting())
+    (note,) = raised.value.__notes__
+    assert note.startswith("the refit stopped: 5 tensors have been written ("), note
+    assert note.endswith("Refit again from a whole source.")
 
 
 @pytest.mark.parametrize("kind", ["path", "state dict", "generator"])

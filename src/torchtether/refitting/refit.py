@@ -199,7 +199,10 @@ class _Refit:
                 self._signals.deliver()
         except BaseException as error:
             is_whole = self.writer.undo()
-            if is_whole or not isinstance(error, Exception) or bool(getattr(error, "faults", False)):
+            if is_whole or bool(getattr(error, "faults", False)):
+                raise
+            if not isinstance(error, Exception):  # Ctrl-C stays Ctrl-C, but the model is no longer the old one
+                error.add_note(f"the refit stopped: {self.writer.describe_stop()}")
                 raise
             self.writer.stopped(error)
 

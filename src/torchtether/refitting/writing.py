@@ -184,13 +184,14 @@ class Writer:
         mixed = f"{len(begun)} may have old and new values ({describe_some(begun)})." if begun else ""
         return " ".join(filter(None, (done, mixed))) or "Nothing has been written."
 
+    def describe_stop(self) -> str:
+        """Return text that says what was written before a stop, and what to do."""
+        return f"{self.describe()} Refit again from a whole source."
+
     def stopped(self, error: Exception) -> NoReturn:
         """Raise an error caused by ``error`` whose text says what was written before it."""
         kind = type(error) if isinstance(error, TetherError) else LoadError
-        raise kind(
-            f"the refit stopped: {type(error).__name__}: {error}",
-            fix=f"{self.describe()} Refit again from a whole source.",
-        ) from error
+        raise kind(f"the refit stopped: {type(error).__name__}: {error}", fix=self.describe_stop()) from error
 
 
 def _grouped(steps: Sequence[Step]) -> Iterator[list[Step]]:
