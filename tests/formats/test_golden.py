@@ -78,6 +78,17 @@ def test_opened(sample):
 
 
 @pytest.mark.parametrize("sample", SAMPLES)
+def test_opened_where_new_tensors_are_elsewhere(sample):
+    """By default, as after ``torch.set_default_device("cuda")``: what is read is on the CPU, and so is all it meets."""
+    expected = json.loads((GOLDEN / sample / "expected.json").read_text())
+    with torch.device("meta"), tt.open(_file(sample)) as checkpoint:
+        read = {name: checkpoint[name] for name in expected}
+    for name, what in expected.items():
+        shape = list(read[name].shape) if sample in WITHOUT_SHAPE else what["shape"]
+        check(name, read[name], {**what, "shape": shape}, sample)
+
+
+@pytest.mark.parametrize("sample", SAMPLES)
 def test_loaded(sample):
     """Into plain modules, nothing left over but what the sample stores besides (biases, embeddings, a head, norms)."""
     expected = json.loads((GOLDEN / sample / "expected.json").read_text())

@@ -1,5 +1,7 @@
 """Codes and values are the same bits on the device as on the CPU, for every scheme."""
 
+from contextlib import suppress
+
 import pytest
 import torch
 
@@ -84,3 +86,16 @@ def test_a_large_tensor_is_encoded_as_on_the_cpu(device):
     values = torch.randn(2048, 4096).bfloat16()
     for scheme in (tt.int8(), tt.int4(), tt.nf4(), tt.fp8(), tt.mxfp4(), tt.nvfp4()):
         assert same(tt.Weight.encode(values, scheme), tt.Weight.encode(values.to(device), scheme).cpu()), str(scheme)
+
+
+@each_quantized
+def test_values_written_from_the_cpu(row, device):
+    """Near values keep scales, and rows that share a scale are compared with it, wherever the values come from."""
+    codes = []
+    for source in (torch.device("cpu"), device):
+        weight = tt.Weight.encode(torch.linspace(-1, 1, 1024, device=device).view(16, 64), row.scheme)
+        weight.copy_((weight.dequantize() * 0.99).to(source))
+        with suppress(tt.UnsupportedOpError):  # where the rows cut a block
+            weight[8:].copy_(torch.zeros(8, 64, device=source))
+        codes.append(weight)
+    assert same(*codes)

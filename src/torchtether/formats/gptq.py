@@ -219,7 +219,9 @@ def _groups(
         return groups_over(columns, groups, options.group_size), False
     size = options.group_size if options.group_size is not None else int(order.bincount().max())
     block = groups_over(columns, groups, size)
-    return block, not torch.equal(order, torch.arange(columns, dtype=order.dtype) // (block[1] or columns))
+    return block, not torch.equal(
+        order, torch.arange(columns, dtype=order.dtype, device=order.device) // (block[1] or columns)
+    )
 
 
 # -- zero points --------------------------------------------------------------------------------------------------

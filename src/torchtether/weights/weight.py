@@ -254,7 +254,7 @@ class Weight(Exporting):
             if parts[name].shape != part.shape:
                 raise SchemeError(f"part {name!r} has shape {tuple(parts[name].shape)}, expected {tuple(part.shape)}")
         for name in self._cut:
-            if not held[name].is_meta and not same_bits(held[name], parts[name]):
+            if not held[name].is_meta and not same_bits(held[name], parts[name].to(held[name].device)):
                 raise UnsupportedOpError(
                     f"these rows share their part {name!r} with other rows of the Weight, and it would change",
                     fix="Write the whole Weight (tt.refit writes a sharded one), or use a scheme with a scale per row.",

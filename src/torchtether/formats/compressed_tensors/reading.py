@@ -265,7 +265,7 @@ def _check_order(module: Module, args: Args, shape: Shape, scale: Shape, block: 
     if bool(((g_idx < 0) | (g_idx >= scale[-1])).any()):
         low, high = int(g_idx.min()), int(g_idx.max())
         raise CheckpointError(f"its weight_g_idx names groups {low} to {high}, but it has {scale[-1]} groups")
-    return not torch.equal(g_idx, torch.arange(shape[-1], dtype=torch.int32) // block[1])
+    return not torch.equal(g_idx, torch.arange(shape[-1], dtype=torch.int32, device=g_idx.device) // block[1])
 
 
 def _check_zero_point(module: Module, args: Args) -> bool:

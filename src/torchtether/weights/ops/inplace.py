@@ -204,7 +204,8 @@ def copy_(op: Any, held: Tensor, given: Tensor, non_blocking: bool = False) -> T
     values = given.values_of() if isinstance(given, Weight) else given
     if held.device.type == "meta":
         return held  # as torch does: nothing to write to
-    base = to_base(held.spec, values.expand(held.shape))
+    # moved first, as they meet held values and scales; not by ``non_blocking``, since a CPU would read them too early
+    base = to_base(held.spec, values.to(held.device).expand(held.shape))
     if has_values(held, base):
         return held  # DDP writes back what it has read, and new scales would change it
     # Training or averaging makes many small changes, and with new scales each time a Weight of a symmetric scheme would
@@ -220,7 +221,7 @@ def _is_step(held: Weight, values: Tensor) -> bool:
 
     False if that cannot be seen, as in compiled code.
     """
-    if values.device != held.device or not values.numel() or torch.compiler.is_compiling() or is_fake(values):
+    if not values.numel() or torch.compiler.is_compiling() or is_fake(values):
         return False
     rows = values.reshape(-1, values.shape[-1])
     count, squares = max(_PIECE // rows.shape[1], 1), rows.new_zeros(2, dtype=torch.float32)
