@@ -140,6 +140,7 @@ _mask = torch.eye(ROWS, COLUMNS) > 0
 
 SAMPLES: dict[str, Sample] = {
     "record_stream": _call(W, torch.Stream(device="cpu")),
+    "_cudnn_rnn_flatten_weight": _call([W, rand(16, 4)], 2, COLUMNS, 2, 4, 0, 1, True, False),
     # products
     "mm": _call(rand(3, ROWS), W),
     "addmm": _call(rand(COLUMNS), rand(3, ROWS), W),

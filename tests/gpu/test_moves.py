@@ -164,3 +164,17 @@ def test_memory_that_really_ends_changes_nothing(device, gpu):
     assert snapshot(model, optimizer) == before
     tt.convert(model, device=device, optimizer=optimizer, atomic="full")
     assert meta(1024).up.weight.shape == model.up.weight.shape
+
+
+@pytest.mark.parametrize("kind", [torch.nn.LSTM, torch.nn.GRU, torch.nn.RNN])
+@pytest.mark.parametrize("scheme", ["int8", "nf4"])
+def test_recurrent_modules(kind, scheme, device):
+    """Also where cuDNN wants plain weights in one memory: in float32, after a change, and when it is asked for."""
+    model = kind(64, 32, num_layers=2, device=device)
+    tt.quantize(model, {"weight*": scheme})
+    plain, x = tt.dequantize(copy.deepcopy(model)), torch.randn(5, 3, 64, device=device)
+    for _ in range(2):
+        torch.testing.assert_close(model(x)[0], plain(x)[0], rtol=1e-4, atol=1e-4)
+        model.flatten_parameters()
+    tt.convert(model, dtype=torch.float16)
+    assert model(x.half())[0].isfinite().all()

@@ -208,6 +208,15 @@ def test_recurrent_modules_run_with_quantized_weights():
     torch.testing.assert_close(lstm(x)[0], twin(x)[0])
 
 
+def test_recurrent_modules_on_a_gpu_leave_weights_where_they_lie():
+    """There modules call this whenever their weights change, to put plain ones into one memory."""
+    lstm = torch.nn.LSTM(8, 8)
+    tt.quantize(lstm, {"weight_hh_l0": "int8"})
+    before = [weight.data_ptr() for weight in lstm.parameters()]
+    torch._cudnn_rnn_flatten_weight(list(lstm.parameters()), 4, 8, 2, 8, 0, 1, False, False)
+    assert [weight.data_ptr() for weight in lstm.parameters()] == before
+
+
 @pytest.mark.parametrize(
     "kind", [torch.nn.LSTM, torch.nn.GRU, torch.nn.RNN, partial(torch.nn.RNN, nonlinearity="relu")]
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -93,6 +94,12 @@ def decoded(op: Any, *args: Any, **kwargs: Any) -> Any:
     """Run it on the decoded values, with gradients; inputs are not rounded."""
     args, kwargs = tree_map_only(Weight, Weight.dequantize, (args, kwargs))
     return op(*args, **kwargs)
+
+
+@rule(aten._cudnn_rnn_flatten_weight.default, kind="decoded")
+def flatten_weight(op: Any, weights: Sequence[Tensor], *args: Any) -> Tensor:
+    """Leave the weights of a recurrent module where they lie: a call decodes them into memory of its own."""
+    return torch.empty(0, dtype=weights[0].dtype, device=weights[0].device)
 
 
 @rule(torch.nn.functional.multi_head_attention_forward, kind="decoded")
