@@ -66,9 +66,12 @@ def _keep_apart_or_tie(draft: Draft, owner: str, name: str) -> None:
 
 def check_replaced(draft: Draft, model: nn.Module, optimizer: Optimizers) -> None:
     """Add a fault for each Parameter that ``ties="file"`` replaces, and that ``optimizer`` would go on holding."""
+    names = dict.fromkeys([*draft.untie, *(alias for _, alias in draft.tie)])
+    if not names:
+        return
     tensors = named_tensors(model)
     held = {id(one) for each in optimizers_of(optimizer) for group in each.param_groups for one in group["params"]}
-    for name in dict.fromkeys([*draft.untie, *(alias for _, alias in draft.tie)]):
+    for name in names:
         if id(tensors[name]) in held:
             draft.add_fault(
                 name,
