@@ -1,6 +1,7 @@
 """Inside ``swapping()`` stock conversions take a fast path, which does the same as the mode over every function."""
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torchtether as tt
 from tests.conversion.models import KINDS, kept, rig, snapshot, tensors_of
 from tests.exchange.test_put_each import facts
 from torchtether import ConversionError
+from torchtether.exchange.exchange import LOCK
 from torchtether.exchange.scope import swapping
 from torchtether.exchange.stock_call import StockCall
 from torchtether.ties.records import find_ties
@@ -161,6 +163,22 @@ class Counts(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         self.functions.append(func)
         return func(*args, **(kwargs or {}))
+
+
+def test_one_scope_may_be_entered_twice():
+    model = nn.Linear(2, 2)
+    weight, scope, stock = model.weight, tt.swapping(model), nn.Module._apply
+    with scope:
+        with scope:
+            model.bfloat16()
+        model.double()
+    assert model.weight is weight
+    assert weight.dtype == torch.float64
+    assert nn.Module._apply is stock
+    assert not torch.__future__.get_swap_module_params_on_conversion()
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(LOCK.acquire, timeout=1).result(), "the lock of all converters is held for ever"
+        pool.submit(LOCK.release).result()
 
 
 @pytest.mark.parametrize("fails", [True, False])

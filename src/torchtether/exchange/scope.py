@@ -78,6 +78,8 @@ class _Swapping(ContextDecorator):
 
     def __init__(self, model: nn.Module | None, optimizer: Optimizers) -> None:
         self._model, self._optimizer = model, optimizer
+        self._stacks: list[ExitStack] = []
+        """What ends each entry, the innermost last; only the thread that holds the lock changes it."""
 
     def _recreate_cm(self) -> _Swapping:
         return _Swapping(self._model, self._optimizer)
@@ -88,19 +90,19 @@ class _Swapping(ContextDecorator):
         if self._model is not None:
             as_module(self._model)
         optimizers = optimizers_of(self._optimizer)
-        self._signals = Deferred(_defers_signals)
+        signals = Deferred(_defers_signals)
         with ExitStack() as stack:
-            stack.callback(self._signals.end)
-            self._signals.begin()
-            take(LOCK, self._signals)
+            stack.callback(signals.end)
+            signals.begin()
+            take(LOCK, signals)
             stack.callback(LOCK.release)
-            self._open(stack, optimizers)
-            self._signals.deliver()
-            self._stack = stack.pop_all()
+            self._open(stack, optimizers, signals)
+            signals.deliver()
+            self._stacks.append(stack.pop_all())
 
-    def _open(self, stack: ExitStack, optimizers: tuple[Optimizer, ...]) -> None:
+    def _open(self, stack: ExitStack, optimizers: tuple[Optimizer, ...], signals: Deferred) -> None:
         """Switch the scope on; ``stack`` switches it off."""
-        scope = _Scope((*(_scopes[-1].optimizers if _scopes else ()), *optimizers), self._signals)
+        scope = _Scope((*(_scopes[-1].optimizers if _scopes else ()), *optimizers), signals)
         stack.callback(scope.end_call)
         if self._model is not None:
             check_place(self._model.modules(), "convert")
@@ -114,7 +116,7 @@ class _Swapping(ContextDecorator):
         scope.process.enter_context(_redirecting(scope))
 
     def __exit__(self, *error: object) -> None:
-        self._stack.close()
+        self._stacks.pop().close()
 
 
 class _Scope(TorchFunctionMode):
