@@ -1,7 +1,9 @@
 """All faults of a load are found before any change, and reported together."""
 
 import contextlib
+import gc
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -198,3 +200,18 @@ def test_a_lazy_parameter_is_a_fault(tmp_path, meta):
         model = nn.LazyLinear(2)
     with pytest.raises(tt.LoadError, match="weight: it is lazy"):
         tt.load(model, tmp_path / "x")
+
+
+def test_an_error_that_was_caught_does_not_keep_the_model(tmp_path):
+    tt.save(nn.Linear(2, 3), tmp_path)
+    gc.collect()
+    gc.disable()
+    try:
+        model = nn.Linear(2, 4)
+        held = weakref.ref(model)
+        with contextlib.suppress(tt.LoadError):
+            tt.load(model, tmp_path)
+        del model
+        assert held() is None
+    finally:
+        gc.enable()

@@ -31,7 +31,10 @@ def raise_faults(faults: Sequence[str], name: str, where: str, done: str = "") -
     fix = " ".join(one for one in (done, "" if len(faults) <= _SHOWN else where) if one)
     error = LoadError(f"{count}{' | '.join(faults[:_SHOWN])}{more}", name=name, fix=fix)
     error.faults = tuple(faults)
-    raise error
+    try:
+        raise error
+    finally:
+        del error  # else its traceback and this frame would keep the caller's model until a garbage collection
 
 
 @dataclass(frozen=True)
