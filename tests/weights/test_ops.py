@@ -5,6 +5,7 @@ from typing import ClassVar
 
 import pytest
 import torch
+from torch.nn.modules.linear_cross_entropy_options import LinearCrossEntropyOptions
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
@@ -259,6 +260,22 @@ def test_gradients_reach_the_input_and_a_trainable_weight(row, trainable):
         torch.testing.assert_close(weight.grad, values.grad)
     else:
         assert weight.grad is None
+
+
+@few_schemes
+@pytest.mark.parametrize("options", [None, LinearCrossEntropyOptions(batch_chunk_size=2)])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("trainable", [False, True])
+def test_a_fused_loss_has_the_gradients_of_decoded_values(row, options, reduction, trainable):
+    weight = torch.nn.Parameter(_weight(row.scheme), requires_grad=trainable)
+    values = weight.detach().dequantize().requires_grad_(trainable)
+    targets, found = torch.arange(6) % ROWS, []
+    for given in (weight, values):
+        x = rand(6, COLUMNS).requires_grad_()
+        loss = torch.nn.functional.linear_cross_entropy(x, given, targets, reduction=reduction, options=options)
+        loss.sum().backward()
+        found.append([loss, x.grad] + [given.grad] * trainable)
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
 
 
 @few_schemes

@@ -114,6 +114,15 @@ def attention(op: Any, *args: Any, **kwargs: Any) -> Any:
         return op(*args, **kwargs)
 
 
+@rule(torch.nn.functional.linear_cross_entropy, kind="decoded")
+def classified(op: Any, *args: Any, **kwargs: Any) -> Any:
+    """Compute the logits as a product; on the decoded values with ``options``, for which torch has ops of its own."""
+    if kwargs.get("options") is not None:
+        return decoded(op, *args, **kwargs)
+    with as_plain():
+        return op(*args, **kwargs)
+
+
 _FUSED = (torch._transformer_encoder_layer_fwd, torch._native_multi_head_attention)
 """What modules in eval mode call instead of their parts; eager they do so for plain tensors only."""
 
