@@ -51,6 +51,7 @@ def _pytest(folder, text, *options):
     return done.returncode, done.stdout
 
 
+@pytest.mark.slow
 def test_laws_are_tests_with_clear_ids(tmp_path):
     code, out = _pytest(tmp_path, MINE)
     assert code == 1, out
