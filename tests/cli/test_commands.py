@@ -317,9 +317,9 @@ def test_names_are_escaped_where_the_output_cannot_spell_them(tmp_path, monkeypa
     assert "y\\udcff: 2 tensors" in _printed(monkeypatch, "utf-8", "convert", path, tmp_path / "y\udcff")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="closes a stream by its number")
 @pytest.mark.parametrize("closed", ["1", "2", "1,2"])
-@pytest.mark.slow
 def test_a_closed_stream_does_no_harm(tmp_path, closed):
     tt.save({"a.weight": torch.ones(64, 64)}, tmp_path / "x.safetensors")
     close = "import os, sys; [os.close(int(n)) for n in sys.argv[1].split(',')]; os.execv(sys.executable, sys.argv[2:])"

@@ -143,8 +143,8 @@ def file_names(folder):
     return {path.name for path in folder.iterdir()}
 
 
-@pytest.mark.parametrize(("old", "new"), CHANGES, ids=str)
 @pytest.mark.slow
+@pytest.mark.parametrize(("old", "new"), CHANGES, ids=str)
 def test_a_save_that_dies_leaves_the_old_the_new_or_says_that_it_is_torn(tmp_path, old, new):
     """Before each call that opens, renames, removes or syncs; ``config.json`` is whole, and the next save repairs."""
     folder, whole = tmp_path / "there", tmp_path / "whole"
@@ -207,11 +207,9 @@ def test_any_save_repairs_what_another_kind_has_torn(tmp_path, then):
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # a file that nobody had taken yet
-@pytest.mark.parametrize(
-    "finely", [(), pytest.param(("replacing.py",), marks=pytest.mark.slow)], ids=["lines", "bytecodes"]
-)
-@pytest.mark.parametrize("more", [{}, _MORE], ids=["one file", "shards"])
 @pytest.mark.slow
+@pytest.mark.parametrize("finely", [(), ("replacing.py",)], ids=["lines", "bytecodes"])
+@pytest.mark.parametrize("more", [{}, _MORE], ids=["one file", "shards"])
 def test_an_interrupt_at_any_step_of_replacing_leaves_nothing_hidden(tmp_path, monkeypatch, more, finely):
     """Ctrl-C raises in this process, which goes on: no next save may ever come to take what is left."""
     rooms = (sys.modules["torchtether.files.replacing"], folder_module)
