@@ -36,4 +36,4 @@ def test_readme_lists_the_versions_and_ci_tries_them():
     assert f'"torch>={oldest.removesuffix(".0")}"' in (ROOT / "pyproject.toml").read_text()
     script = (ROOT / ".ci" / "run").read_text()
     assert f"torch=={oldest}" in script
-    assert re.search(r'^ *"[^"]*/bin/pip" install \. ', script, re.M), "the newest torch is what pip finds by itself"
+    assert re.search(r"/bin/pip\" install torch( |$)", script, re.M), "the newest torch is what pip finds by itself"

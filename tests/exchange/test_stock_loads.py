@@ -1,6 +1,8 @@
 """Inside ``swapping()`` stock ``load_state_dict`` keeps models attached, with and without ``assign=True``."""
 
+import contextlib
 import copy
+import gc
 import weakref
 
 import pytest
@@ -302,3 +304,20 @@ def test_rows_that_no_state_dict_has_are_missing(assign, rows):
     given = {"from0": torch.full((rows, 4), 9.0)[:8]}
     with swapping(model), pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "from4"'):
         model.load_state_dict(given, assign=assign)
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_an_error_that_was_caught_does_not_keep_the_model(assign):
+    gc.collect()
+    gc.disable()
+    try:
+        model = nn.ModuleList(nn.Linear(2, 2, bias=False) for _ in range(2))
+        model[1].weight = model[0].weight
+        held = weakref.ref(model)
+        given = {name: torch.full((2, 2), float(i)) for i, name in enumerate(model.state_dict())}
+        with swapping(model), contextlib.suppress(TieError):
+            model.load_state_dict(given, assign=assign)
+        del model
+        assert held() is None
+    finally:
+        gc.enable()

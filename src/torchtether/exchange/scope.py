@@ -246,12 +246,11 @@ class _Scope(TorchFunctionMode):
             return stock(module, *args, **kwargs)
         finally:
             note.remove()
-            error = self._call and self._call.error
-            self._load = outer
+            call, self._load = self._call, outer
             self.end_call()
             self._signals.deliver()
-            if error:
-                raise error  # torch has caught it, and would report it once per name
+            if call is not None:
+                call.raise_error()  # torch has caught it, and would report it once per name
 
     def end_call(self) -> None:
         """End the stock call that is under way, and attach again the tensors that it changed."""

@@ -77,7 +77,7 @@ class StockCall:
         self._open: dict[int, _Touched] = {}
         self._changes: dict[int, Before] = {}
         self._given: dict[int, Tensor] = {}
-        self.error: TetherError | None = None
+        self._error: TetherError | None = None
 
     def begin(self) -> None:
         """Check all preconditions before the first change. Raises ConversionError or TieError."""
@@ -91,7 +91,7 @@ class StockCall:
             check_held(held, self._root, verb, swapped=held, by_torch=by_torch, refs=self._caches.refs)
             self._check_agreement()
         except TetherError as error:
-            self.error = error
+            self._error = error
             raise
         for tensor in held:
             if base_of(tensor) is not None and not is_lazy(tensor) and id(base_of(tensor)) in self._tensors:
@@ -231,8 +231,8 @@ class StockCall:
 
     def load(self, held: Tensor, given: Tensor, assign: bool = False) -> Tensor:
         """Load as ``Tensor.module_load`` does; raise TieError if two names give one tensor different values."""
-        if self.error is not None:
-            raise self.error  # torch goes on with the next name after an error
+        if self._error is not None:
+            raise self._error  # torch goes on with the next name after an error
         before = self._given.get(id(held))
         if before is not None and not same_values(before, given):
             raise _contradiction(names_of(self._root)[id(held)])
@@ -243,6 +243,15 @@ class StockCall:
                 for member in component.members:
                     self._check_given(member.tensor, member.names)
         return made
+
+    def raise_error(self) -> None:
+        """Raise the error that the call began with, if any, and forget it: its traceback keeps the caller's model."""
+        error, self._error = self._error, None
+        try:
+            if error is not None:
+                raise error
+        finally:
+            del error
 
     def is_splitting(self) -> bool:
         """Return whether a load has set some, but not yet all, of the tensors that share one memory."""
@@ -263,7 +272,7 @@ class StockCall:
             local.pop("assign_to_params_buffers", None)  # else the next load from this state dict would assign
         faults: list[TieError] = []
         try:
-            if self.error is None:
+            if self._error is None:
                 with torch.no_grad():
                     self.settle()
                     self._restore_buffers()
@@ -276,8 +285,11 @@ class StockCall:
                 torch.clear_autocast_cache()
         finally:
             self._caches.renew()
-        if faults:
-            raise faults[0]
+        try:
+            if faults:
+                raise faults[0]
+        finally:
+            faults.clear()  # else a caught error would keep the model until a garbage collection
 
     def _restore_buffers(self) -> None:
         done: set[int] = set()
