@@ -270,6 +270,7 @@ sys.exit(main())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", ["torchtether", "torch", "torch.nn", "torchtether.weights", "torchtether.cli.main"])
 def test_ctrl_c_while_it_is_imported_is_one_line_too(module):
     done = subprocess.run([sys.executable, "-c", _INTERRUPTED, module], capture_output=True, text=True, check=False)

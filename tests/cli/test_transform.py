@@ -479,6 +479,7 @@ main(sys.argv[1:])
 """
 
 
+@pytest.mark.slow
 def test_a_killed_process_leaves_nothing_at_the_target(source, tmp_path):
     arguments = ["3", "quantize", str(source), str(tmp_path / "made"), "--scheme", "int8", "--max-shard-size", "20kB"]
     assert subprocess.run([sys.executable, "-c", _KILLED, *arguments]).returncode == -signal.SIGKILL

@@ -47,6 +47,7 @@ def test_words_that_switch_it_off(monkeypatch, word):
     assert (compiled.native(), compiled.state()) == (None, "disabled by TORCHTETHER_COMPILE")
 
 
+@pytest.mark.slow
 @needs_room
 def test_an_older_processor_is_asked_for_as_torch_asks():
     found = child(PRODUCT, ATEN_CPU_CAPABILITY="default")
@@ -70,6 +71,7 @@ room._LIBRARIES = ("libanother.so",)
 """
 
 
+@pytest.mark.slow
 @needs_room
 def test_a_torch_that_it_does_not_know_is_said_once_and_torch_computes():
     found = child(OTHER_TORCH + PRODUCT)
@@ -90,6 +92,7 @@ room._SOURCES = newer
 """
 
 
+@pytest.mark.slow
 @needs_room
 def test_a_module_of_other_sources_is_not_taken():
     found = child(OTHER_SOURCES + PRODUCT)

@@ -39,7 +39,8 @@ def loads():
     return found
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 3])
 def test_every_sample_gives_each_rank_its_rows_or_a_fault(world):
     ranks = spawn(loads, world, timeout=300)
     faults = {sample for sample, what in ranks[0].items() if isinstance(what, str)}

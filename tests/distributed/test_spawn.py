@@ -54,6 +54,7 @@ def test_a_death_is_told():
         spawn(_dies, 2, 1)
 
 
+@pytest.mark.slow
 def test_a_hang_ends():
     before = time.monotonic()
     with pytest.raises(RankError):
@@ -61,6 +62,7 @@ def test_a_hang_ends():
     assert time.monotonic() - before < 30
 
 
+@pytest.mark.slow
 def test_ranks_that_hang_show_where():
     with pytest.raises(RankError, match=r"ranks \[0, 1\] of 2 gave no answer in 6 s\nstacks0:(?s:.*)in _sleeps"):
         spawn(_sleeps, 2, timeout=6)

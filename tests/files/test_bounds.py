@@ -145,6 +145,7 @@ def test_saving_asks_for_the_limits_of_the_record(tmp_path, monkeypatch, shards,
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_what_is_written_is_read_back_up_to_the_limits(tmp_path):
     """A checksum takes its key and 14 bytes; these alone are more than 16 MiB."""
     names = [f"{'a' * 2000}.{i}" for i in range(10_000)]

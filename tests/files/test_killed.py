@@ -302,6 +302,7 @@ except tt.CheckpointError as error:
 """
 
 
+@pytest.mark.slow
 @posix
 def test_a_limit_on_the_size_of_files_leaves_the_old_one(tmp_path):
     path = tmp_path / "x.safetensors"

@@ -245,6 +245,7 @@ def test_pages_that_are_not_used_are_not_in_memory_and_descriptors_are_given_bac
     assert len(os.listdir("/proc/self/fd")) == descriptors
 
 
+@pytest.mark.slow
 @linux
 def test_the_process_ends_in_order_while_tensors_are_mapped(saved):
     _, path = saved

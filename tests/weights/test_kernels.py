@@ -77,9 +77,10 @@ each_machine = pytest.mark.parametrize(
 @each_compiler
 @each_machine
 def test_every_kernel_is_right_for_any_shape_stride_offset_and_dtype(compiler, fast):
-    assert not _wrong_cases(0, 200, compiler, fast)
+    assert not _wrong_cases(0, 120, compiler, fast)
 
 
+@pytest.mark.slow
 @needs_compiler
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="protects pages as Linux does")
 def test_no_kernel_reads_beyond_parts_and_inputs():
@@ -145,18 +146,18 @@ def test_every_size_of_groups_and_every_count_of_rows(scheme):
         codes = full.parts["qdata"].view(torch.uint8)
         codes.copy_(torch.tensor([[0xFF], [0x00], [0x80], [0x7F], [0x77], [0xF0]], dtype=torch.uint8).view(6, 1)
                     .expand(6, codes.numel() // 6).reshape(codes.shape))  # fmt: skip
-        for held in (weight, full):
+        for held in (one.to(dtype) for one in (weight, full) for dtype in (torch.bfloat16, torch.float16)):
+            is_number = held.dequantize().isfinite().all(-1)
+            values = held.dequantize()[is_number].float()
             for count in (1, 7):
                 most = torch.full((count, columns), 2 - 2.0**-7)  # what a signed byte and another hold the least of
                 for x in (rand(count, columns), torch.full((count, columns), -1.0), torch.ones(count, columns), most):
-                    for dtype in (torch.bfloat16, torch.float16):
-                        inputs, held = x.to(dtype), held.to(dtype)
-                        with torch.no_grad():
-                            got = F.linear(inputs, held)
-                        is_number = held.dequantize().isfinite().all(-1)
-                        assert got[:, is_number].isfinite().all()
-                        assert not got[:, ~is_number].isfinite().any()
-                        assert is_near(got[:, is_number], inputs, held.dequantize()[is_number].float())
+                    inputs = x.to(held.dtype)
+                    with torch.no_grad():
+                        got = F.linear(inputs, held)
+                    assert got[:, is_number].isfinite().all()
+                    assert not got[:, ~is_number].isfinite().any()
+                    assert is_near(got[:, is_number], inputs, values)
 
 
 @needs_compiler

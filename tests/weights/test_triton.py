@@ -322,6 +322,7 @@ def test_kernels_that_cannot_be_built_are_left_with_a_warning(monkeypatch):
         serving.runs_on.cache_clear()
 
 
+@pytest.mark.slow
 def test_import_leaves_triton_alone():
     code = "import sys, torchtether; from torchtether.weights.products import gpu; assert 'triton' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
