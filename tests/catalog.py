@@ -329,6 +329,12 @@ def _fused(op, w):
     return args, {"lr": lr, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "amsgrad": False, **common}
 
 
+def _variant(op, args, kwargs):
+    """Return the arguments of an overload that is told the dtype of its result, or where to write it."""
+    args = (*args, torch.float32) if "dtype" in op._overloadname else args
+    return args, kwargs | ({"out": torch.empty(0)} if "out" in op._overloadname else {})
+
+
 _BY_TYPE = {
     "number": 2.0, "float": 0.5, "int": 1, "SymInt": 1, "bool": False, "List[int]": [0], "List[SymInt]": [0],
     "List[number]": [0.5, 0.5], "List[float]": [0.5, 0.5], "Optional[number]": 2.0, "Optional[int]": 0,
@@ -345,6 +351,8 @@ def sample(op) -> Sample:
     key = f"{name}.{op._overloadname}"
     if name.startswith("_fused_"):
         return lambda w: _fused(op, w) if name != "_fused_rms_norm" else SAMPLES[name](w)
+    if op._overloadname in ("out", "dtype", "dtype_out"):
+        return lambda w: _variant(op, *SAMPLES[name](w))
     if key in SAMPLES or name in SAMPLES:
         return SAMPLES.get(key) or SAMPLES[name]
 

@@ -138,6 +138,23 @@ def _check_op(op, row):
         _agree(got, expected, name)
 
 
+def test_a_product_is_written_into_a_part_of_a_plain_tensor_but_not_into_a_weight():
+    """TRL's losses multiply rows of the head into tiles of one buffer."""
+    for row in FEW:
+        weight, x = _weight(row.scheme), rand(3, COLUMNS)
+        before, tiles = weight.dequantize(), torch.full((4, ROWS + 1), 7.0)
+        expected = torch.mm(x, before.t())
+        for multiply in (torch.mm, torch.matmul):
+            tile = tiles.fill_(7.0)[:3, :ROWS]
+            assert multiply(x, weight.t(), out=tile) is tile
+            torch.testing.assert_close(tile, expected)
+            assert tiles[3].eq(7).all()
+            assert tiles[:, ROWS].eq(7).all()
+        with pytest.raises(tt.UnsupportedOpError, match=r"out= is a Weight.*copy_"):
+            torch.mm(rand(ROWS, 3), rand(3, COLUMNS), out=weight)
+        assert torch.equal(weight.dequantize(), before)
+
+
 def test_an_op_without_a_rule_raises_and_names_the_way_out():
     weight = _weight(tt.int8())
     with pytest.raises(tt.UnsupportedOpError, match=r"aten\.i0\.default has no rule.*\.dequantize\(\)"):

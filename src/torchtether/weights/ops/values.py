@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..._warnings import warn
+from ...errors import UnsupportedOpError
 from ...torch_private.dispatching import has_kernel, schema_of, tree_map_only
 from ...torch_private.tensors import as_plain
 from ..dispatch import FOLDS, rule
@@ -55,10 +56,11 @@ BACKWARDS = """
 """Ops that autograd calls on the Weights that the ops above saved."""
 
 
-def overloads(names: list[str], *, writes: bool) -> list[Any]:
+def overloads(names: list[str], *, writes: bool, out: bool = False) -> list[Any]:
     """Return the overloads of the named aten ops in this torch that do (or do not) write to an argument.
 
-    Left out are ``out=`` overloads, those of named tensors, and those without a kernel, which only TorchScript calls.
+    With ``out``, those that write to one ``out=``, else those without.  Left out are overloads of named tensors, and
+    those without a kernel, which only TorchScript calls.
     """
     found: dict[Any, None] = {}
     for name in names:
@@ -66,11 +68,10 @@ def overloads(names: list[str], *, writes: bool) -> list[Any]:
         for overload in packet.overloads() if packet is not None else ():
             op = getattr(packet, overload)
             schema = schema_of(op)
-            # the ``dtype`` overloads of products are CUDA's; autocast and functional code do not call them
-            if schema.is_mutable is not writes or (overload == "dtype" and name in MATMULS):
+            outs = [a.name for a in schema.arguments if a.kwarg_only and a.alias_info is not None]
+            if schema.is_mutable is not writes or outs != (["out"] if out else []):
                 continue
-            is_out = any(a.kwarg_only and a.alias_info is not None for a in schema.arguments)
-            if not is_out and "Dimname" not in str(schema) and has_kernel(op):
+            if "Dimname" not in str(schema) and has_kernel(op):
                 found[op] = None
     return list(found)
 
@@ -83,6 +84,15 @@ def product(op: Any, *args: Any, **kwargs: Any) -> Any:
         return made
     args, kwargs = tree_map_only(Weight, Weight.values_of, (args, kwargs))
     return op(*args, **kwargs)
+
+
+@rule(*overloads(MATMULS, writes=True, out=True), kind="decoded")
+def product_into(op: Any, *args: Any, out: Tensor, **kwargs: Any) -> Tensor:
+    """Write the product of the decoded values to a plain tensor, as losses do that compute logits in chunks."""
+    if isinstance(out, Weight):
+        raise UnsupportedOpError(f"{op}: out= is a Weight, which the op cannot resize", fix="Use copy_ instead.")
+    args, kwargs = tree_map_only(Weight, Weight.values_of, (args, kwargs))
+    return op(*args, out=out, **kwargs)  # type: ignore[no-any-return]
 
 
 DECODED = (torch.einsum, torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
