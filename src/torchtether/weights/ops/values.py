@@ -36,7 +36,7 @@ READS = """
     addcmul addcdiv where equal eq ne lt le gt ge isnan isinf isposinf isneginf signbit logical_not bitwise_not
     _softmax _log_softmax masked_fill masked_select nonzero index gather take scatter scatter_add index_add
     index_fill index_copy index_put tril triu trace flip roll repeat diag_embed
-    _local_scalar_dense cdist _cdist_forward _linalg_svd linalg_qr _linalg_eigh linalg_inv_ex
+    _local_scalar_dense cdist _cdist_forward _linalg_svd linalg_qr geqrf _linalg_eigh linalg_inv_ex
     linalg_lu_factor_ex _linalg_det linalg_pinv linalg_cross native_layer_norm native_group_norm
     native_batch_norm _fused_rms_norm _weight_norm_interface renorm dist cov bernoulli multinomial
     _prelu_kernel native_dropout _embedding_bag _embedding_bag_forward_only mse_loss smooth_l1_loss huber_loss
