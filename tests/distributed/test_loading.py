@@ -438,6 +438,30 @@ def test_an_optimizer_of_another_model_is_refused_before_tensors_are_filled(path
     spawn(keeps, 2, paths["float"])
 
 
+def fills_the_rest(path, rules):
+    """Load a checkpoint without some parameters, as before adapters are added; materialize initialises those."""
+    model, wanted = build(), loaded(path, quantize=rules)
+    report = tt.distributed.load(
+        model, path, quantize=rules, strict=False, rename=lambda key: None if key.startswith("body.1.") else key
+    )
+    assert sorted(report.missing_keys) == sorted(n for n, _ in wanted.named_parameters() if n.startswith("body.1."))
+    ids = [*map(id, model.parameters())]
+    tt.materialize(model)
+    assert [*map(id, model.parameters())] == ids
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        assert not tensor.is_meta, name
+        if not name.startswith("body.1."):
+            assert same_rows(tensor, dict((*wanted.named_parameters(), *wanted.named_buffers()))[name]), name
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.startswith("body.1."))
+    return step(model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad]))
+
+
+def test_what_the_checkpoint_lacks_is_materialized_afterwards(paths):
+    losses = spawn(fills_the_rest, 2, paths["float"], {"emb.weight": "int8"})
+    assert losses[0] == losses[1] > 0
+
+
 # -- what torch gets wrong --------------------------------------------------------------------------------------------
 
 

@@ -270,7 +270,7 @@ class _Sharded:
                     held, new = self._held[name], read[name].detach()
                     exchange.put(held, with_local(held, new) if isinstance(held, DTensor) else new)
                 exchange.know_weights(names_of_weights(changed))
-        if draft.recorded:
+        if draft.recorded and not any(read[name].is_meta for name in draft.recorded):  # else tt.materialize needs them
             self._take_attributes()
         set_extra_states(self._model, draft.given, self._extra)
         for state in fsdp2_states(self._model):
