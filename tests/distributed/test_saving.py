@@ -278,6 +278,22 @@ def test_several_optimizers_are_stored_one_after_the_other(tmp_path, format):
     assert not (tmp_path / "y").exists()
 
 
+@pytest.mark.parametrize("format", ["safetensors", "dcp"])
+def test_names_of_parameters_stay_in_the_order_of_the_optimizer(tmp_path, format):
+    model, again = Tied(5), Tied(5)
+    one = torch.optim.AdamW(model.named_parameters(), lr=0.1)
+    model(torch.arange(5)).sum().backward()
+    one.step()
+    tt.distributed.save(model, tmp_path / "x", format=format, optimizer=one)
+    for params in (reversed(list(again.named_parameters())), reversed(list(again.parameters()))):
+        other = torch.optim.AdamW(params, lr=0.5)
+        names = other.param_groups[0].get("param_names")
+        tt.distributed.load(again, tmp_path / "x", optimizer=other)
+        assert other.param_groups[0].get("param_names") == names
+        for name, param in again.named_parameters():
+            torch.testing.assert_close(other.state[param], one.state[model.get_parameter(name)], rtol=0, atol=0)
+
+
 # -- torch.distributed.checkpoint -------------------------------------------------------------------------------------
 
 

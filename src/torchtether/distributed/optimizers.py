@@ -28,6 +28,9 @@ FOLDER = "optimizer"
 
 _GROUPS = "groups"
 _LIMIT = 2**26  # bytes of text
+_OF_PARAMS = {"params", "param_names"}
+"""Entries of a group in the order of its parameters, which may be another one in the optimizer that is loaded."""
+
 _PLAIN = (bool, int, float, str, type(None))
 
 
@@ -176,7 +179,7 @@ class OptimizerLoad:
             for name, entries in self._state.items()
         }
         self._options = [
-            {key: self._value(value, None, group) for key, value in group.items() if key != "params"}
+            {key: self._value(value, None, group) for key, value in group.items() if key not in _OF_PARAMS}
             for group in self._groups
         ]
         return self._nbytes
