@@ -1,5 +1,6 @@
 """Writers that are killed, interrupted or fail on a full disk leave the old file whole; no torn file looks whole."""
 
+import errno
 import json
 import os
 import random
@@ -368,6 +369,27 @@ def test_a_file_that_may_not_be_written_to_is_not_replaced(tmp_path):
     path.chmod(0o444)
     with pytest.raises(tt.CheckpointError, match="x.safetensors: cannot be written: Permission denied"):
         tt.save(state(2), path)
+    assert os.listdir(tmp_path) == [path.name]
+    assert path.read_bytes() == before
+
+
+@posix
+@pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES, errno.EPERM, errno.ETXTBSY])
+def test_a_file_that_the_system_protects_is_named_with_the_reason(tmp_path, monkeypatch, number):
+    path = tmp_path / "x.safetensors"
+    tt.save(state(1), path)
+    before, stock = path.read_bytes(), (os.open, os.access)
+
+    def refuses(name, flags, *more, **named):
+        if flags & (os.O_WRONLY | os.O_RDWR):
+            raise OSError(number, os.strerror(number), str(name))
+        return stock[0](name, flags, *more, **named)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", refuses)
+        patch.setattr(os, "access", lambda name, mode: mode != os.W_OK and stock[1](name, mode))
+        with pytest.raises(tt.CheckpointError, match=f"x.safetensors: cannot be written: {os.strerror(number)}. Give"):
+            tt.save(state(2), path)
     assert os.listdir(tmp_path) == [path.name]
     assert path.read_bytes() == before
 
