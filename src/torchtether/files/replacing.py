@@ -113,12 +113,12 @@ def beside(*paths: Path) -> Iterator[Beside]:
 
 
 def _create(temporary: Path, target: Path) -> FileIO:
-    try:
-        with contextlib.suppress(FileNotFoundError):  # a rename would ignore its mode
-            os.close(os.open(target, os.O_WRONLY | getattr(os, "O_CLOEXEC", 0)))
-    except OSError as error:
-        what = f"cannot be written: {error.strerror or error}"
-        raise CheckpointError(what, name=str(target), fix="Give another name.") from error
+    if target.exists() and not os.access(target, os.W_OK):  # a rename would ignore its mode
+        try:
+            os.close(os.open(target, os.O_WRONLY | getattr(os, "O_CLOEXEC", 0)))  # tells the reason
+        except OSError as error:
+            what = f"cannot be written: {error.strerror or error}"
+            raise CheckpointError(what, name=str(target), fix="Give another name.") from error
     try:
         descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o666)
         hold(descriptor)
