@@ -138,6 +138,27 @@ def _check_op(op, row):
         _agree(got, expected, name)
 
 
+@each_op
+def test_an_op_takes_columns_of_a_transparent_weight_as_of_a_plain_tensor(op):
+    """Their strides are no permutation of contiguous ones."""
+    if _name(op) in NEEDS_GPU | UNDETERMINED | {"_reshape_alias"}:
+        pytest.skip("it has no values to compare, or its sample says other strides")
+    wide = rand(ROWS, 2 * COLUMNS) - 0.7
+    columns = wide.clone()[:, :COLUMNS]
+    try:
+        expected, _ = _run(op, columns)
+    except Exception:
+        pytest.skip("torch refuses these strides, too, or has no kernel")
+    weight = tt.Weight.encode(wide, tt.Plain())[:, :COLUMNS]
+    got, _ = _run(op, weight)
+    if op in (torch.Tensor.untyped_storage, torch.Tensor.storage, torch.Tensor._typed_storage):
+        return  # that of a view claims its own bytes only
+    if _name(op) == "mkldnn_rnn_layer":  # its last output is scratch memory
+        got, expected = got[:3], expected[:3]
+    _agree(got, expected, _name(op))
+    _agree(weight, columns, _name(op))
+
+
 def test_a_product_is_written_into_a_part_of_a_plain_tensor_but_not_into_a_weight():
     """TRL's losses multiply rows of the head into tiles of one buffer."""
     for row in FEW:

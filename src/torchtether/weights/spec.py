@@ -168,8 +168,11 @@ class WeightSpec:
 
     @property
     def is_contiguous(self) -> bool:
-        """Return whether this tensor has the dimension order of its parts."""
-        return self.order == tuple(range(len(self.shape)))
+        """Return whether this tensor has the dimension order of its parts; False also for views that have no order.
+
+        Those are slices of columns, steps and repetitions of a transparent Weight.
+        """
+        return self.stride == contiguous_stride(self.shape)
 
     def permute(self, order: tuple[int, ...]) -> WeightSpec:
         """Return the spec of ``tensor.permute(order)``."""
