@@ -10,7 +10,7 @@ from torchtether import errors
 KINDS = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.TetherError)]
 BUILTIN = {
     "ArgumentError": TypeError,
-    "UnsupportedOpError": NotImplementedError,
+    "UnsupportedOpError": RuntimeError,
     "ConversionError": RuntimeError,
     "LoadError": RuntimeError,
     "TetherError": Exception,

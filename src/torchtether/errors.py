@@ -2,7 +2,7 @@
 
     TetherError
     ├── ArgumentError      (TypeError)             an argument is of a kind that the function does not take
-    ├── UnsupportedOpError (NotImplementedError)   an op that a Weight has no rule for
+    ├── UnsupportedOpError (RuntimeError)          an op that a Weight has no rule for
     ├── SchemeError        (ValueError)            a scheme cannot be built, does not fit, or met bad values
     ├── RuleError          (ValueError)            rules that match nothing, make no sense, or contradict each other
     ├── TieError           (ValueError)            ties that are broken, disagree, or cannot be made
@@ -52,8 +52,12 @@ class ArgumentError(TetherError, TypeError):
     """Report an argument of a kind that the function does not take; nothing has happened."""
 
 
-class UnsupportedOpError(TetherError, NotImplementedError):
-    """Report an op, or arguments of one, that a Weight has no rule for."""
+class UnsupportedOpError(TetherError, RuntimeError):
+    """Report an op, or arguments of one, that a Weight has no rule for.
+
+    It is no NotImplementedError: libraries take that one for a method that nobody has written, and go on without it.
+    ``torch.nn.utils.parametrize`` would skip a ``right_inverse``, and the weight would have other values.
+    """
 
 
 class SchemeError(TetherError, ValueError):

@@ -184,6 +184,27 @@ def test_an_op_without_a_rule_raises_and_names_the_way_out():
         weight.set_(torch.zeros(3))
 
 
+class _Diagonal(torch.nn.Module):
+    """A parametrization whose inverse has an op that is refused for every scheme."""
+
+    def forward(self, x):
+        return 2 * x
+
+    def right_inverse(self, x):
+        return (x - x.diagonal()[0]) / 2
+
+
+@few_schemes
+def test_a_parametrization_whose_inverse_is_refused_is_not_registered(row):
+    """Torch skips a ``right_inverse`` that raises NotImplementedError, and the weight would have other values."""
+    held = torch.nn.Linear(COLUMNS, ROWS, bias=False)
+    weight = held.weight = torch.nn.Parameter(_weight(row.scheme), requires_grad=False)
+    with pytest.raises(tt.UnsupportedOpError, match="diagonal"):
+        torch.nn.utils.parametrize.register_parametrization(held, "weight", _Diagonal())
+    assert held.weight is weight
+    assert torch.equal(weight.dequantize(), _weight(row.scheme).dequantize())
+
+
 def test_a_large_read_warns_once_per_op(monkeypatch):
     monkeypatch.setattr(values_module, "LARGE", 16)
     monkeypatch.setattr(values_module, "_warned", set())
