@@ -135,7 +135,14 @@ def _row(w):
     return w[0]
 
 
+def _image(w):
+    """Return the Weight with the shape of a batch of images."""
+    return w.view(1, 4, ROWS // 4, COLUMNS)
+
+
 _flat_index = torch.tensor([3, 0, 3])
+_one = torch.tensor(1)
+_zeros = torch.zeros(ROWS, dtype=torch.int32)
 _grid = torch.zeros(ROWS, COLUMNS, dtype=torch.int64)
 _mask = torch.eye(ROWS, COLUMNS) > 0
 
@@ -255,8 +262,38 @@ SAMPLES: dict[str, Sample] = {
     "repeat": _call(W, [2, 1]),
     "constant_pad_nd": _call(W, [0, 0, 0, 3]),
     "_local_scalar_dense": _call(lambda w: w.sum()),
-    "cdist": _call(W, W),
+    "cdist": _call(rand(30, COLUMNS), W),  # more than 25 rows are another op
     "_cdist_forward": _call(W, W, 2.0, None),
+    "_euclidean_dist": _call(rand(30, COLUMNS), W),
+    "histogram": _call(lambda w: w.to(torch.float32), 5),
+    "histogram.bins_tensor": _call(lambda w: w.to(torch.float32), torch.linspace(-2, 2, 6)),
+    "bucketize": _call(W, torch.linspace(-1, 1, 6)),
+    "bucketize.Scalar": _call(2.0, lambda w: w.sort(0).values[:, 0]),
+    "linalg_lstsq": _call(lambda w: w.t(), rand(COLUMNS, 2)),
+    "_linalg_solve_ex": _call(rand(ROWS, ROWS) + 9 * torch.eye(ROWS), W),
+    "linalg_solve_triangular": _call(rand(ROWS, ROWS) + 9 * torch.eye(ROWS), W, upper=True),
+    "linalg_cholesky_ex": _call(_square),
+    "upsample_bilinear2d": _call(_image, [8, 8], False),
+    "upsample_bilinear2d.vec": _call(_image, [8, 8], False, None),
+    "upsample_bicubic2d": _call(_image, [8, 8], False),
+    "upsample_bicubic2d.vec": _call(_image, [8, 8], False, None),
+    "_upsample_bilinear2d_aa": _call(_image, [8, 8], False),
+    "_upsample_bilinear2d_aa.vec": _call(_image, [8, 8], False, None),
+    "_upsample_bicubic2d_aa": _call(_image, [8, 8], False),
+    "_upsample_bicubic2d_aa.vec": _call(_image, [8, 8], False, None),
+    "quantize_per_tensor": _call(W, 0.02, 3, torch.qint8),
+    "quantize_per_tensor.tensor_qparams": _call(W, torch.tensor(0.02), torch.tensor(3), torch.qint8),
+    "quantize_per_tensor.tensors": _call([W], torch.tensor([0.02]), torch.tensor([3]), torch.qint8),
+    "quantize_per_channel": _call(W, rand(ROWS).abs() + 0.1, torch.zeros(ROWS), 0, torch.qint8),
+    "fake_quantize_per_tensor_affine_cachemask": _call(W, 0.02, 3, -128, 127),
+    "fake_quantize_per_channel_affine_cachemask": _call(W, rand(ROWS).abs() + 0.1, _zeros, 0, -128, 127),
+    "_fake_quantize_per_tensor_affine_cachemask_tensor_qparams": _call(
+        *(W, torch.tensor(0.02), torch.tensor(3, dtype=torch.int32), torch.tensor(1), -128, 127)
+    ),
+    "_fused_moving_avg_obs_fq_helper": lambda w: (
+        (w, _one, _one, torch.zeros(ROWS), torch.zeros(ROWS), torch.ones(ROWS), _zeros, 0.01, -128, 127, 0, True),
+        {},
+    ),
     "_linalg_det": _call(_square),
     "_linalg_eigh": _call(_square),
     "linalg_inv_ex": _call(_square),
@@ -349,8 +386,8 @@ def sample(op) -> Sample:
         return FUNCTIONS[op]
     name = op._schema.name.removeprefix("aten::")
     key = f"{name}.{op._overloadname}"
-    if name.startswith("_fused_"):
-        return lambda w: _fused(op, w) if name != "_fused_rms_norm" else SAMPLES[name](w)
+    if name.startswith("_fused_") and name not in SAMPLES:
+        return lambda w: _fused(op, w)
     if op._overloadname in ("out", "dtype", "dtype_out"):
         return lambda w: _variant(op, *SAMPLES[name](w))
     if key in SAMPLES or name in SAMPLES:

@@ -19,7 +19,7 @@ UNDETERMINED = {"empty_like", "new_empty", "new_empty_strided", "rand_like", "ra
 NEEDS_GPU = {"_pin_memory"}
 
 
-SUMS = ("linear", "_grouped_mm", "multi_head_attention_forward")
+SUMS = ("linear", "_grouped_mm", "multi_head_attention_forward", "linalg_lstsq")
 
 
 def _weight(scheme, dtype=torch.float32):

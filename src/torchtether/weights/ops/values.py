@@ -44,8 +44,16 @@ READS = """
     _foreach_abs _foreach_sqrt _foreach_addcmul _foreach_addcdiv _foreach_lerp _foreach_maximum _foreach_minimum
     _foreach_clamp_min _foreach_clamp_max _foreach_pow _foreach_max _foreach_reciprocal _foreach_exp
     _foreach_sign allclose count_nonzero nansum nanmedian floor_divide logical_and logical_or logical_xor isin
-    cummax cummin logcumsumexp xlogy
+    cummax cummin logcumsumexp xlogy atanh _euclidean_dist histogram bucketize hash_tensor
+    linalg_lstsq _linalg_solve_ex linalg_solve_triangular linalg_lu linalg_cholesky_ex
+    upsample_bilinear2d upsample_bicubic2d _upsample_bilinear2d_aa _upsample_bicubic2d_aa
+    quantize_per_tensor quantize_per_channel
+    fake_quantize_per_tensor_affine_cachemask fake_quantize_per_channel_affine_cachemask
+    _fake_quantize_per_tensor_affine_cachemask_tensor_qparams
 """.split()
+
+OBSERVES = ["_fused_moving_avg_obs_fq_helper"]
+"""Reads that write to buffers beside the weight, as the fake quantization of ``torch.ao`` does in training."""
 
 BACKWARDS = """
     convolution_backward mkldnn_rnn_layer_backward _cdist_backward softplus_backward smooth_l1_loss_backward
@@ -143,7 +151,7 @@ FOLDS.update(dict.fromkeys((torch.nn.functional.multi_head_attention_forward, *_
 _warned: set[Any] = set()
 
 
-@rule(*overloads(READS, writes=False), kind="decoded")
+@rule(*overloads(READS, writes=False), *overloads(OBSERVES, writes=True), kind="decoded")
 def read(op: Any, *args: Any, **kwargs: Any) -> Any:
     """Run the op on the decoded values; warn once per op when those are large."""
 
