@@ -268,7 +268,7 @@ SAMPLES: dict[str, Sample] = {
     "histogram": _call(lambda w: w.to(torch.float32), 5),
     "histogram.bins_tensor": _call(lambda w: w.to(torch.float32), torch.linspace(-2, 2, 6)),
     "bucketize": _call(W, torch.linspace(-1, 1, 6)),
-    "bucketize.Scalar": _call(2.0, lambda w: w.sort(0).values[:, 0]),
+    "bucketize.Scalar": _call(2.0, _row),
     "linalg_lstsq": _call(lambda w: w.t(), rand(COLUMNS, 2)),
     "_linalg_solve_ex": _call(rand(ROWS, ROWS) + 9 * torch.eye(ROWS), W),
     "linalg_solve_triangular": _call(rand(ROWS, ROWS) + 9 * torch.eye(ROWS), W, upper=True),

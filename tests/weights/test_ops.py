@@ -38,7 +38,7 @@ def _run(op, weight):
     torch.default_generator.manual_seed(5)
     args, kwargs = sample(op)(weight)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "TypedStorage is deprecated")  # torch says so once per process
+        warnings.filterwarnings("ignore", "TypedStorage is deprecated|torch.quantize_per_tensor")  # once per process
         return op(*args, **kwargs), args
 
 
@@ -235,6 +235,11 @@ VIEWS = {
     "chunk": lambda w: w.chunk(2)[1],
     "detach": lambda w: w.detach(),
     "narrow-t": lambda w: w.narrow(0, 8, 8).t(),
+    "t-unsqueeze": lambda w: w.t().unsqueeze(0),
+    "t-unsqueeze-last": lambda w: w.t().unsqueeze(-1),
+    "t-unsqueeze-middle": lambda w: w.t().unsqueeze(1),
+    "t-squeeze": lambda w: w.unsqueeze(0).transpose(1, 2).squeeze(0),
+    "image": lambda w: w.view(4, 4, COLUMNS).permute(2, 0, 1).unsqueeze(0),  # position embeddings that are resized
 }
 
 
@@ -288,6 +293,15 @@ def test_linear_and_embedding_agree_with_decoded_values(row):
     with torch.inference_mode():
         _sums_agree(torch.nn.functional.linear(x, weight), torch.nn.functional.linear(x, values))
         _sums_agree(torch.matmul(x, weight.t()), torch.matmul(x, values.t()))
+
+
+@few_schemes
+def test_a_transposed_weight_may_have_a_batch_dimension_of_size_one(row):
+    weight, x = _weight(row.scheme), rand(1, 5, COLUMNS)
+    batched = weight.t()[None]
+    expected = x @ weight.dequantize().t()[None]
+    _sums_agree(x @ batched, expected)
+    _sums_agree(torch.bmm(x, batched), expected)
 
 
 def _sums_agree(got, expected):

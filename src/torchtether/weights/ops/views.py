@@ -87,16 +87,29 @@ def view(op: Any, weight: Weight, size: Sequence[int], stride: Sequence[int] | N
 
 @_viewed(aten.unsqueeze.default)
 def unsqueeze(op: Any, weight: Weight, dim: int) -> Weight:
-    shape = list(weight.shape)
-    shape.insert(dim % (weight.dim() + 1), 1)
-    return _reshape(op, weight, tuple(shape))
+    shape, stride = list(weight.shape), list(weight.spec.stride)
+    dim %= len(shape) + 1
+    stride.insert(dim, max(shape[dim], 1) * stride[dim] if dim < len(shape) else 1)  # as torch has it
+    shape.insert(dim, 1)
+    return _with_ones(op, weight, tuple(shape), tuple(stride))
 
 
 @_viewed(aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)
 def squeeze(op: Any, weight: Weight, dim: int | Sequence[int] | None = None) -> Weight:
     every = range(weight.dim()) if dim is None else (dim,) if isinstance(dim, int) else dim
     gone = {d % weight.dim() for d in every}
-    return _reshape(op, weight, tuple(n for d, n in enumerate(weight.shape) if d not in gone or n != 1))
+    kept = [d for d, n in enumerate(weight.shape) if d not in gone or n != 1]
+    return _with_ones(op, weight, tuple(weight.shape[d] for d in kept), tuple(weight.spec.stride[d] for d in kept))
+
+
+def _with_ones(op: Any, weight: Weight, shape: Shape, stride: Shape) -> Weight:
+    """Insert or remove dimensions of size 1, also of a permuted Weight."""
+    spec = weight.spec
+    if spec.is_contiguous or shape == spec.shape:
+        return _reshape(op, weight, shape)
+    seen = spec.replace(shape=shape, stride=stride)
+    base = permute(op, weight, [spec.order.index(d) for d in range(weight.dim())])
+    return permute(op, _reshape(op, base, seen.base), seen.order)
 
 
 def _infer(size: Shape, numel: int) -> Shape:
