@@ -6,13 +6,21 @@ import pytest
 import torch
 from torch import nn
 
+from tests.catalog import FEW
 from tests.conversion.models import KINDS, OPTIMIZERS, kept, rig, snapshot, tensors_of
+from tests.testing.classes import Sixteenths
 from torchtether import ConversionError, OptimizerError, TieError, Weight, int8, quantize
 from torchtether.exchange.scope import swapping
 from torchtether.ties.records import find_ties
 
 kinds = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+ENCODE = {row.id: lambda values, row=row: Weight.encode(values, row.scheme) for row in FEW}
+ENCODE["a wrapper"] = lambda values: Sixteenths(codes=(16 * values).to(torch.int8), step=1 / 16, dtype=values.dtype)
 given = pytest.mark.parametrize("given", [True, False], ids=["given", "found"])
+
+
+def _values(tensor):
+    return tensor.detach().dequantize() if hasattr(tensor, "__tensor_flatten__") else tensor.detach()
 
 
 def geometry(model):
@@ -303,3 +311,59 @@ def test_a_tie_by_an_expanded_buffer_survives(change):
     assert tie.names == ("freqs", "grid")
     assert model.grid.stride(0) == 0
     assert torch.equal(model.grid, torch.arange(4.0, dtype=model.freqs.dtype).expand(3, 4))
+
+
+CONVERSIONS = {
+    "nowhere": lambda model: model.to("cpu"),
+    "dtype": lambda model: model.bfloat16(),
+    "twice": lambda model: model.double().float(),
+}
+
+
+@pytest.mark.parametrize("how", CONVERSIONS.values(), ids=CONVERSIONS)
+@pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("encode", ENCODE.values(), ids=ENCODE)
+def test_hooks_of_wrappers_survive_a_conversion_outside_of_scopes(encode, is_compiled, how):
+    """Torch exchanges parameters that are wrappers, and forgets to connect the hooks that the object still has."""
+    model = nn.ModuleDict({"linear": nn.Linear(64, 32), "embedding": nn.Embedding(8, 64)})
+    for module in model.values():
+        module.weight = nn.Parameter(encode(module.weight.detach()))
+    parameters, seen = dict(model.named_parameters()), []
+    for name, parameter in parameters.items():
+        parameter.register_hook(lambda grad, name=name: seen.append(("grad", name)))
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: seen.append(("post", name)))
+    how(model)
+    assert all(parameters[name] is parameter for name, parameter in model.named_parameters())
+    late = parameters["linear.weight"].register_hook(lambda grad: seen.append(("grad", "late")))
+    step = lambda index: model["linear"](model["embedding"](index)).sum()  # noqa: E731
+    step = torch.compile(step, backend="aot_eager") if is_compiled else step
+    wanted = [(kind, name) for kind in ("grad", "post") for name in parameters]
+    for turn in range(3):
+        step(torch.tensor([1, 2])).backward()
+        assert sorted(seen) == sorted([*wanted, *([("grad", "late")] if turn < 2 else [])])
+        seen.clear()
+        if turn == 1:
+            late.remove()
+            how(model)
+
+
+@pytest.mark.parametrize("encode", ENCODE.values(), ids=ENCODE)
+def test_steps_in_hooks_train_after_a_conversion_outside_of_scopes(encode):
+    """Optimizers by layer step in hooks, which accelerate's ``.to()`` follows."""
+    model = nn.Linear(64, 32)
+    model.weight = nn.Parameter(encode(model.weight.detach()))
+    optimizers = {parameter: torch.optim.SGD([parameter], lr=1.0) for parameter in model.parameters()}
+
+    def steps(parameter):
+        optimizers[parameter].step()
+        parameter.grad = None
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(steps)
+    for _ in range(3):
+        model.to("cpu")
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        model(torch.ones(2, 64)).sum().backward()
+        for parameter, earlier in zip(model.parameters(), before, strict=True):
+            assert parameter.grad is None
+            assert not torch.equal(_values(parameter), _values(earlier))

@@ -24,6 +24,7 @@ from .inner import from_pickle, to_pickle
 from .products import decoding
 from .products.layout import PREFIX, Layout, layout_of
 from .spec import Tie, WeightSpec
+from .wrapping import PRIVATE, reseat
 
 _PART = PREFIX  # parts are attributes, as torch.compile needs
 _UNKNOWN: Any = object()
@@ -39,8 +40,6 @@ class Weight(Exporting):
     To the outside it is a float tensor of ``spec.shape``, ``spec.stride`` and ``spec.dtype``.  Ops that move or copy
     it run on each part; ops that read its values run on ``dequantize()``; in-place ops encode the result into the same
     storage; ops without a rule raise UnsupportedOpError.
-
-    It declares no ``__slots__``: ``torch.utils.swap_tensors`` refuses tensors whose slots differ.
 
     >>> import torch, torchtether as tt
     >>> weight = tt.Weight.encode(torch.eye(4), tt.int8())
@@ -278,6 +277,7 @@ class Weight(Exporting):
     # -- torch's protocols ----------------------------------------------------------------------------------------
 
     def __tensor_flatten__(self) -> tuple[list[str], WeightSpec]:
+        reseat(self)
         return [_PART + name for name in self._names], self._marked(self._spec)
 
     @classmethod
@@ -321,6 +321,7 @@ class Weight(Exporting):
     ) -> Any:
         if any(hasattr(kind, "__tensor_flatten__") and not issubclass(kind, Weight) for kind in types):
             return NotImplemented  # DTensor and the like wrap a Weight, never the reverse
+        reseat(*args)
         kwargs = kwargs or {}
         answer = RULES.get(func) or RULES.get(func.name())
         if answer is None and is_foreign_write(func):
@@ -347,7 +348,7 @@ class Weight(Exporting):
 
     def _attributes(self) -> dict[str, Any]:
         """Return the attributes that users have set on this tensor."""
-        known = ("_spec", "_names", "_cut", "_kernel_layout", "_is_param")
+        known = ("_spec", "_names", "_cut", "_kernel_layout", *PRIVATE)
         own = {*known, *(_PART + name for name in self._names), *ATTACHED}
         return {key: value for key, value in self.__dict__.items() if key not in own}
 

@@ -25,7 +25,7 @@ from ..torch_private.tensors import as_plain, make_wrapper
 from .dispatch import PRODUCTS
 from .inner import empty_storage, from_pickle, to_pickle
 from .spec import WeightSpec, to_base
-from .wrapping import REQUIRES_GRAD, Wrapping
+from .wrapping import PRIVATE, REQUIRES_GRAD, Wrapping, reseat
 
 aten = torch.ops.aten
 
@@ -193,6 +193,7 @@ class WrapperTensor(Wrapping):
     # -- torch's protocols ----------------------------------------------------------------------------------------
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        reseat(self)
         return list(self.inner_tensors), (self.dtype, tuple(self.metadata.items()))
 
     @classmethod
@@ -228,6 +229,7 @@ class WrapperTensor(Wrapping):
     ) -> Any:
         if any(hasattr(kind, "__tensor_flatten__") and not issubclass(kind, WrapperTensor) for kind in types):
             return NotImplemented  # DTensor and the like wrap this class, never the reverse
+        reseat(*args)
         kwargs = kwargs or {}
         answer = _ANSWERS.get(func)
         if answer is not None:
@@ -247,7 +249,7 @@ class WrapperTensor(Wrapping):
 
     def _attributes(self) -> dict[str, Any]:
         """Return the attributes that users have set on this tensor."""
-        own = {"_geometry", "_is_param", *self.inner_names, *self.metadata_names}
+        own = {"_geometry", *PRIVATE, *self.inner_names, *self.metadata_names}
         return {key: value for key, value in self.__dict__.items() if key not in own}
 
     def _inner(self) -> Mapping[str, Tensor]:

@@ -11,11 +11,14 @@ import torch
 from torch import Tensor
 
 from ..torch_private.modules import is_unwrapping
-from ..torch_private.tensors import as_plain
+from ..torch_private.tensors import as_plain, seat_hooks
 
 REQUIRES_GRAD = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 
 _MARK = "_dynamo_static_input_type"
+_SEATED = "_hooks_are_seated"
+PRIVATE = ("_is_param", _SEATED)
+"""Entries of an object's ``__dict__`` that torch and ``reseat`` set."""
 
 
 class Wrapping(Tensor):
@@ -107,3 +110,18 @@ class Wrapping(Tensor):
     def is_shared(self) -> bool:
         """Return whether every inner tensor lies in shared memory."""
         return all(inner.is_shared() for inner in self._inner().values())
+
+
+def reseat(*tensors: Any) -> None:
+    """Connect the hooks of parameters again if torch has exchanged them, as ``.to()`` outside ``tt.swapping`` does.
+
+    ``torch.utils.swap_tensors`` leaves the dictionaries of hooks with the object, and gives it an implementation that
+    does not know them: gradients would accumulate, and no hook be called.  It exchanges ``__dict__``, too, so a mark
+    there says that nothing was exchanged since.  Inside a backward nothing is connected, for hooks may be running.
+    """
+    for tensor in tensors:
+        if isinstance(tensor, Wrapping):
+            own = tensor.__dict__
+            if _SEATED not in own and "_is_param" in own and torch._C._current_graph_task_id() == -1:
+                seat_hooks(tensor)
+                own[_SEATED] = True
