@@ -146,6 +146,11 @@ def seat_hooks(tensor: Tensor) -> None:
             tensor._post_accumulate_grad_hooks = post  # type: ignore[attr-defined]
 
 
+def is_in_backward() -> bool:
+    """Return whether this thread runs a backward: hooks may be running, and must not be taken from under themselves."""
+    return int(torch._C._current_graph_task_id()) != -1
+
+
 def _find_empty() -> Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]:
     try:
         return torch._C._dynamo.guards._empty_strided_cpu  # type: ignore[no-any-return, attr-defined]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..torch_private.modules import is_unwrapping
-from ..torch_private.tensors import as_plain, seat_hooks
+from ..torch_private.tensors import as_plain, is_in_backward, seat_hooks
 
 REQUIRES_GRAD = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 
@@ -122,6 +122,6 @@ def reseat(*tensors: Any) -> None:
     for tensor in tensors:
         if isinstance(tensor, Wrapping):
             own = tensor.__dict__
-            if _SEATED not in own and "_is_param" in own and torch._C._current_graph_task_id() == -1:
+            if _SEATED not in own and "_is_param" in own and not is_in_backward():
                 seat_hooks(tensor)
                 own[_SEATED] = True
