@@ -194,7 +194,11 @@ class Falling(Steps):
         return (3 - codes) * scale
 
 
-@pytest.mark.parametrize("scheme", [Steps(), Rounded(), Falling()], ids=lambda scheme: type(scheme).__name__)
+@pytest.mark.parametrize(
+    "scheme",
+    [pytest.param(Steps(), marks=pytest.mark.slow), Rounded(), Falling()],
+    ids=lambda scheme: type(scheme).__name__,
+)
 def test_updates_do_not_drift_even_if_to_codes_rounds(scheme):
     torch.manual_seed(0)
     values = torch.cat((torch.tensor([[3.0]]), torch.linspace(-2.9, 2.9, 50).view(1, 50)), 1)

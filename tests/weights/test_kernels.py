@@ -935,7 +935,7 @@ def close(got, expected):
     [
         pytest.param(tt.int8(), id="int8"),
         pytest.param(tt.int4(32), id="int4", marks=pytest.mark.slow),
-        pytest.param(tt.nf4(), id="nf4"),
+        pytest.param(tt.nf4(), id="nf4", marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.parametrize("grad", [False, True])
