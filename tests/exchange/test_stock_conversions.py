@@ -348,6 +348,19 @@ def test_hooks_of_wrappers_survive_a_conversion_outside_of_scopes(encode, is_com
 
 
 @pytest.mark.parametrize("encode", ENCODE.values(), ids=ENCODE)
+def test_two_wrappers_that_change_places_keep_their_own_hooks(encode):
+    both = [nn.Parameter(encode(torch.randn(32, 64))) for _ in range(2)]
+    seen = []
+    for i, one in enumerate(both):
+        one.register_hook(lambda _, i=i: seen.append(("grad", i)))
+        one.register_post_accumulate_grad_hook(lambda held: seen.append(("post", held is both[0])))
+        nn.functional.linear(torch.ones(1, 64), one)  # its hooks were looked at
+    torch.utils.swap_tensors(*both)
+    nn.functional.linear(torch.ones(1, 64), both[0]).sum().backward()
+    assert seen == [("grad", 0), ("post", True)]
+
+
+@pytest.mark.parametrize("encode", ENCODE.values(), ids=ENCODE)
 def test_steps_in_hooks_train_after_a_conversion_outside_of_scopes(encode):
     """Optimizers by layer step in hooks, which accelerate's ``.to()`` follows."""
     model = nn.Linear(64, 32)

@@ -116,12 +116,13 @@ def reseat(*tensors: Any) -> None:
     """Connect the hooks of parameters again if torch has exchanged them, as ``.to()`` outside ``tt.swapping`` does.
 
     ``torch.utils.swap_tensors`` leaves the dictionaries of hooks with the object, and gives it an implementation that
-    does not know them: gradients would accumulate, and no hook be called.  It exchanges ``__dict__``, too, so a mark
-    there says that nothing was exchanged since.  Inside a backward nothing is connected, for hooks may be running.
+    does not know them: gradients would accumulate, and no hook be called.  It exchanges ``__dict__``, too, so the
+    object's own mark there says that nothing was exchanged since.  Inside a backward nothing is connected, for hooks
+    may be running.
     """
     for tensor in tensors:
         if isinstance(tensor, Wrapping):
             own = tensor.__dict__
-            if _SEATED not in own and "_is_param" in own and not is_in_backward():
+            if own.get(_SEATED) != id(tensor) and "_is_param" in own and not is_in_backward():
                 seat_hooks(tensor)
-                own[_SEATED] = True
+                own[_SEATED] = id(tensor)
