@@ -19,7 +19,7 @@ SOURCE = Path(torchtether.__file__).parent
 
 # Rooms from the ground up. A room may import from its own level only within itself, and from levels below.
 LEVELS = [
-    {"_interruptions", "_warnings", "errors", "progress"},
+    {"_interruptions", "_version", "_warnings", "errors", "progress"},
     {"_dtypes", "torch_private"},
     {"_checks"},
     {"compiled", "geometry", "gpu"},

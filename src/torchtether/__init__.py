@@ -10,6 +10,7 @@ if _TYPE_CHECKING:
     from . import distributed, testing
 
 with _uncollected():  # one garbage collection over all objects of torch would take a third of the import time
+    from ._version import __version__ as __version__
     from .checkpoint.reader import Checkpoint
     from .checkpoint.reader import open_checkpoint as open
     from .checkpoint.saver import save
@@ -80,7 +81,6 @@ with _uncollected():  # one garbage collection over all objects of torch would t
     from .weights.wrapper import WrapperTensor
     from .weights.wrapper import rebuild_wrapper as rebuild_wrapper
 
-__version__ = "0.1.0"
 _warn_if_untested()
 _LISTENERS.update(_LIBRARIES)
 

@@ -277,6 +277,13 @@ def test_ctrl_c_while_it_is_imported_is_one_line_too(module):
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "torchtether: interrupted\n")
 
 
+def test_the_version_is_that_of_the_package(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"torchtether {tt.__version__}, torch {torch.__version__}, {compiled.state()}\n"
+
+
 def test_the_command_begins_outside_of_the_package(tmp_path, monkeypatch, capsys):
     project = tomllib.loads((Path(torchtether_cli.__file__).parents[1] / "pyproject.toml").read_text())
     assert project["project"]["scripts"] == {"torchtether": "torchtether_cli:main"}

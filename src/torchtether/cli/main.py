@@ -17,7 +17,9 @@ import torch
 
 from .._checks import as_size
 from .._dtypes import dtype_from_name, dtype_name
+from .._version import __version__
 from ..checkpoint.reader import Checkpoint, open_checkpoint
+from ..compiled import state
 from ..errors import CheckpointError, TetherError
 from ..formats import WRITABLE
 from ..geometry.views import View
@@ -84,6 +86,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="torchtether", description="Checkpoints that remember ties and quantization.", epilog=_CODES
     )
+    version = f"torchtether {__version__}, torch {torch.__version__}, {state()}"
+    parser.add_argument("--version", action="version", version=version)
     verbs = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def add(name: str, verb: Verb, help: str, *paths: str) -> argparse.ArgumentParser:
