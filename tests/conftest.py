@@ -2,6 +2,7 @@
 
 import gc
 import os
+import shutil
 import signal
 
 # Before torch starts its threads: those of several workers share the cores, and threads that spin while they wait keep
@@ -22,6 +23,13 @@ def pytest_collection_finish(session):
     """Exclude the 20,000 test items from garbage collection, because many tests collect and would walk over them."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture
+def cxx():
+    """Skip the test if there is no C++ compiler, which inductor needs for graphs on the CPU."""
+    if shutil.which(os.environ.get("CXX", "g++")) is None:
+        pytest.skip("torch.compile needs a C++ compiler here")
 
 
 @pytest.fixture(autouse=True, scope="session")

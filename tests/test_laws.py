@@ -7,7 +7,6 @@ import copy
 import io
 import math
 import pickle
-import shutil
 
 import pytest
 import torch
@@ -239,7 +238,7 @@ def test_a_tied_module_compiles_and_exports_whole(row):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="needs a C++ compiler")
+@pytest.mark.usefixtures("cxx")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # inductor's own
 @pytest.mark.parametrize("row", [row for row in SCHEMES if row.id in IN_INDUCTOR], ids=lambda row: row.id)
 def test_a_tied_module_runs_in_inductor(row):

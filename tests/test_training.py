@@ -278,6 +278,7 @@ def test_the_warning_names_the_step(monkeypatch):
     assert [one.filename for one in told] == [__file__]
 
 
+@pytest.mark.usefixtures("cxx")
 @pytest.mark.parametrize(
     "scheme",
     [

@@ -8,7 +8,11 @@ from torch import nn
 
 import torchtether as tt
 
-pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]  # what the libraries warn about
+pytestmark = [
+    pytest.mark.peers,
+    pytest.mark.usefixtures("quanto_uncompiled"),
+    pytest.mark.filterwarnings("ignore"),  # what the libraries warn about
+]
 
 DTYPES = [torch.float32, torch.bfloat16]
 

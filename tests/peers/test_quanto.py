@@ -7,7 +7,11 @@ from torch import nn
 import torchtether as tt
 from tests.formats.folders import opened
 
-pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]
+pytestmark = [
+    pytest.mark.peers,
+    pytest.mark.usefixtures("quanto_uncompiled"),
+    pytest.mark.filterwarnings("ignore"),
+]
 
 
 def _model(dtype):

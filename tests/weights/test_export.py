@@ -1,6 +1,5 @@
 """Quantized models from ``tt.quantize`` under ``torch.export``, AOTInductor and ``torch.compile``."""
 
-import shutil
 import warnings
 
 import pytest
@@ -121,7 +120,7 @@ def test_other_parametrizations_of_a_weight_still_train():
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="needs a C++ compiler")
+@pytest.mark.usefixtures("cxx")
 @own_warnings
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torch's own: which compiler it takes, that there is no GPU
 def test_weights_that_require_grad_run_from_a_package(tmp_path):

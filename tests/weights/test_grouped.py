@@ -69,6 +69,7 @@ def test_a_trainable_weight_has_the_gradient_of_its_values():
     torch.testing.assert_close(weight.grad, plain.grad, rtol=1e-4, atol=1e-4)  # sums of another order, squared
 
 
+@pytest.mark.usefixtures("cxx")
 @pytest.mark.parametrize("scheme", [tt.int8(), tt.int4(group_size=32), tt.nf4(), tt.mxfp4()], ids=str)
 def test_compiled_without_a_break_forward_and_backward(scheme):
     weight = experts(scheme)

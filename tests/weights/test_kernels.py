@@ -990,7 +990,7 @@ def test_the_kernel_stands_in_the_compiled_graph_but_not_in_an_exported_one():
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="nothing compiled is there")
+@pytest.mark.usefixtures("cxx")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # torch's own
 def test_a_tied_transformer_runs_in_inductor_and_aot_inductor(tmp_path):
     model = Tied(tt.int4(32), layers=1)
@@ -1015,7 +1015,7 @@ print(counters["aot_autograd"]["autograd_cache_hit"])
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="nothing compiled is there")
+@pytest.mark.usefixtures("cxx")
 def test_a_graph_that_torch_keeps_on_disk_serves_until_the_code_changes(tmp_path):
     shutil.copytree(Path(tt.__file__).parent, tmp_path / "torchtether")
     environment = {"PYTHONPATH": str(tmp_path), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}

@@ -8,6 +8,7 @@ import itertools
 import json
 import math
 import os
+import stat
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from .dcp_metadata import MetadataUnpickler
 from .dtypes import CODES
 from .header import HEADER_LIMIT, Header, Stored
 from .memory import memory_of
-from .opening import open_file
+from .opening import found_at, open_file
 from .pickle_calls import load_to_meta
 from .reader import TensorFile
 from .readers import Buffer
@@ -277,8 +278,9 @@ class _Slice(io.RawIOBase):
 
 
 def is_dcp(path: Path) -> bool:
-    """Return whether ``path`` is a folder by ``torch.distributed.checkpoint``."""
-    return (path / METADATA).is_file()
+    """Return whether ``path`` is a folder by ``torch.distributed.checkpoint``; raise OSError if it is hidden."""
+    found = found_at(path / METADATA)
+    return found is not None and stat.S_ISREG(found.st_mode)
 
 
 def _kind(properties: Any) -> Any:

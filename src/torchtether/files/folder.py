@@ -12,6 +12,7 @@ from ..errors import CheckpointError
 from .leftovers import remove_leftovers
 from .locks import held
 from .names import name_beside, short
+from .opening import found_at
 from .replacing import sync_folder
 
 
@@ -67,7 +68,7 @@ def new_folder(path: Path) -> Iterator[Path]:
 def is_taken(path: Path) -> bool:
     """Return whether there is something else than a folder at ``path``. Raise CheckpointError if nobody may know."""
     try:
-        return path.exists() and not path.is_dir()
+        return found_at(path) is not None and not path.is_dir()
     except OSError as error:  # of a folder that may not be entered, or a name that is too long
         raise CheckpointError(f"cannot be written: {error.strerror or error}", name=str(path)) from error
 

@@ -46,6 +46,18 @@ def open_file(path: Path | str) -> int:
     return descriptor
 
 
+def found_at(path: Path) -> os.stat_result | None:
+    """Return what the system says about ``path``, ``None`` if nothing is there.
+
+    Raises OSError if the system refuses to say, as of a folder that may not be entered, or of a name that is too long.
+    ``Path.exists``, ``is_file`` and ``is_dir`` hide that from Python 3.14 on.
+    """
+    try:
+        return path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
 def check_regular(path: Path | str, found: os.stat_result) -> None:
     """Raise CheckpointError unless ``found``, what the system says about ``path``, is a regular file's."""
     kind = stat.S_IFMT(found.st_mode)

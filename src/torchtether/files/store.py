@@ -21,7 +21,7 @@ from .hub import local_path
 from .index import GGUF_SUFFIX, PICKLED, Index, read_index, with_shards
 from .memory import allocate_each
 from .names import INDEX_SUFFIX, SUFFIX, check_every_shard, check_whole, stem_of
-from .opening import Closing, read_beside
+from .opening import Closing, found_at, read_beside
 from .pickled import PickledFile
 from .reader import TensorFile, begins_with
 from .record import KEY, Record, parse_record
@@ -263,7 +263,7 @@ def _find_files(path: Path) -> tuple[tuple[Path, ...], Index | None]:
     _check_ended(path)
     if path.is_dir():
         return ((path,), None) if is_dcp(path) else _find_in_folder(path)
-    if not path.exists():
+    if found_at(path) is None:
         raise CheckpointError("there is no such file or folder", name=str(path))
     if path.suffix == ".json":
         index = read_index(path)
