@@ -2,7 +2,9 @@
 
 import importlib.util
 import json
+import multiprocessing
 import sys
+from concurrent.futures import ProcessPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -25,6 +27,28 @@ from tests.benchmarks.contenders import random_values, repeated_weight
 from torchtether.formats.gguf_blocks import CODECS
 
 
+class LongProcess(ProcessPoolExecutor):
+    """A pool whose process runs all tasks."""
+
+    def __init__(self, workers, *, mp_context, max_tasks_per_child=None):
+        super().__init__(workers, mp_context=mp_context)
+
+
+@pytest.fixture
+def one_process(monkeypatch):
+    """Run all of a benchmark's new processes as one, because its figures mean nothing here."""
+    for module in (bench_core, bench_load):
+        monkeypatch.setattr(module, "ProcessPoolExecutor", LongProcess)
+    with LongProcess(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+
+        def in_it(function, *args, is_cached=False):
+            return pool.submit(function, *args).result()
+
+        for module in (bench_generate, bench_train):
+            monkeypatch.setattr(module, "in_fresh_process", in_it)
+        yield
+
+
 @pytest.mark.parametrize(
     ("groups", "names"),
     [
@@ -37,6 +61,7 @@ from torchtether.formats.gguf_blocks import CODECS
     ],
     ids=["time", "memory"],
 )
+@pytest.mark.usefixtures("one_process")
 def test_the_core_benchmark_runs(tmp_path, capsys, groups, names, monkeypatch):
     """Of what takes a process each, with the first of its kind."""
     monkeypatch.setattr(bench_core, "CHANGES", {name: bench_core.CHANGES[name] for name in ("stock .to", "tt.convert")})
@@ -55,6 +80,7 @@ def test_the_core_benchmark_runs(tmp_path, capsys, groups, names, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("one_process")
 def test_the_load_benchmark_runs(tmp_path, capsys):
     groups = ("shards", "small", "plan", "save", "refit")
     files = ["--folder", str(tmp_path), "--json", str(tmp_path / "figures.json")]
@@ -138,6 +164,7 @@ def test_a_repeated_weight_has_the_values_of_its_rows(name):
 
 @pytest.mark.peers
 @pytest.mark.slow
+@pytest.mark.usefixtures("one_process")
 def test_the_generate_benchmark_runs(tmp_path, capsys):
     file, types = tmp_path / "figures.json", ("Q4_K",)
     sizes = ["--size", "small", "--rounds", "1", "--models", "random", "--types", *types]
@@ -155,6 +182,7 @@ def test_the_generate_benchmark_runs(tmp_path, capsys):
 
 @pytest.mark.peers
 @pytest.mark.slow
+@pytest.mark.usefixtures("one_process")
 def test_the_train_benchmark_runs(tmp_path, capsys):
     file = tmp_path / "figures.json"
     bench_train.main(

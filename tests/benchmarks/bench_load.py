@@ -590,6 +590,7 @@ def resident(path):
 
 def measure(name, folder, options):
     """The figures of one run, with the time of the fastest of several; call it in a process of its own."""
+    gc.freeze()  # collections need not walk over the modules of all libraries
     tries = [measure_once(name, folder, options, first=True)]
     while len(tries) < options.get("tries", 1) and name != "torchtether first" and tries[-1]["wall"] < LONG:
         tries.append(measure_once(name, folder, options, first=False))
