@@ -12,10 +12,11 @@ import torchtether as tt
 from tests.catalog import each_scheme
 from tests.loading.models import MODELS, build
 from tests.simulated import SimulatedLane, SimulatedRing
+from torchtether import compiled
 from torchtether.files import batch, ring, store
 from torchtether.loading import contents, stream
 from torchtether.refitting import writing
-from torchtether.schemes import encoders, looking
+from torchtether.schemes import encoders, looking, nearest
 
 SLOT, STAGED = 512, 4096
 
@@ -189,8 +190,9 @@ def test_the_optimizer_follows_and_some_at_a_time(rings, monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("scheme", ["int8", "mxfp8", "nvfp4", tt.nf4(double_quant=True)], ids=str)
-def test_values_that_no_scheme_holds_change_nothing(tmp_path, scheme):
+def test_values_that_no_scheme_holds_change_nothing(tmp_path, monkeypatch, scheme):
     """However late the device finds out."""
+    monkeypatch.setattr(nearest, "_MANY", 2**62)  # the CPU looks up numbers in a table, devices compare them
     source = net(1)
     with torch.no_grad():
         source.b.weight[3, 5] = torch.nan
@@ -310,6 +312,7 @@ def gpu_encoder(asked):
         yield
 
 
+@pytest.mark.skipif(compiled.native() is None, reason="on the CPU schemes ask for rows in one go only then")
 @pytest.mark.parametrize("is_refit", [False, True])
 def test_rows_that_a_kernel_cannot_encode_are_encoded_again(rings, monkeypatch, tmp_path, is_refit):
     """Whether it can is asked once, at the end: nothing waits for the device in between."""

@@ -32,6 +32,7 @@ from .reader import TensorFile
 from .readers import Buffer
 from .record import KEY, layout_of, part_key
 from .strict_json import short_repr
+from .system import read_into
 
 METADATA = ".metadata"
 """The file in such a folder that describes the contents of the others."""
@@ -272,7 +273,7 @@ class _Slice(io.RawIOBase):
 
     def readinto(self, memory: Any) -> int:
         view = memoryview(memory).cast("B")[: max(self._nbytes - self._at, 0)]
-        count = os.preadv(self._descriptor, [view], self._start + self._at) if view else 0
+        count = read_into(self._descriptor, [view], self._start + self._at) if view else 0
         self._at += count
         return count
 

@@ -22,6 +22,7 @@ from .memory import PIECE, allocate, memory_of, private_map, scratch
 from .opening import Closing, open_file
 from .readers import Buffer
 from .ring import Ring
+from .system import read_into
 
 
 def begins_with(path: Path, magic: bytes) -> bool:
@@ -229,7 +230,7 @@ class TensorFile(Closing):
         while rest:
             key, memory = rest[0]
             try:
-                count = os.preadv(descriptor, [memory for _, memory in rest], at)
+                count = read_into(descriptor, [memory for _, memory in rest], at)
             except OSError as error:
                 self._fail(f"{file} cannot be read: {error.strerror}", key)
             if count == 0:

@@ -1,10 +1,15 @@
-"""System calls that Python's library lacks, by ctypes; on systems without them the functions do nothing."""
+"""System calls that Python's library lacks, by ctypes, and one that Windows lacks.
+
+On systems without them the functions do nothing, or read in another way.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import mmap
+import os
 import sys
+import threading
 from array import array
 from collections.abc import Sequence
 from typing import Any
@@ -39,6 +44,23 @@ def read_at_once(descriptor: int, spans: Sequence[int], at: int, nbytes: int) ->
         return False
     vector = array("Q", spans)  # struct iovec
     return bool(_preadv(descriptor, vector.buffer_info()[0], len(vector) // 2, at) == nbytes)
+
+
+def read_into(descriptor: int, buffers: Sequence[memoryview], at: int) -> int:
+    """Fill the buffers in order with bytes of the file from ``at`` on; return how many, as ``os.preadv`` does.
+
+    Windows does not have it. There one buffer is filled, and threads take turns: they share the place in the file.
+    """
+    if hasattr(os, "preadv"):
+        return os.preadv(descriptor, buffers, at)
+    with _TURNS:
+        os.lseek(descriptor, at, os.SEEK_SET)
+        read = os.read(descriptor, len(buffers[0]))
+    buffers[0][: len(read)] = read
+    return len(read)
+
+
+_TURNS = threading.Lock()
 
 
 def _find(name: str, *arguments: Any) -> Any:
