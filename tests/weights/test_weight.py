@@ -295,9 +295,10 @@ def test_autocast_computes_in_the_asked_dtype():
             x = rand(3, 64).requires_grad_(grad)
             out = F.linear(x, weight)
             assert out.dtype == torch.bfloat16
-            # the kernel does not round weights to bfloat16 first, as F.linear does with plain ones
+            # the kernel does not round weights to bfloat16 first, as F.linear does with plain ones; torch ops round
+            # the scales instead; and both round the result
             values = weight.dequantize()
-            slack = 2.0**-8 * F.linear(x.abs(), values.abs()).float()
+            slack = 2.0**-7 * F.linear(x.abs(), values.abs()).float()
             assert ((out.float() - F.linear(x, values).float()).abs() <= slack).all()
 
 
