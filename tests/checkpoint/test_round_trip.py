@@ -326,6 +326,15 @@ def test_arguments_that_mean_nothing_are_refused(tmp_path, change, what):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.fixture(params=[False, True], ids=["", "python-3.14"])
+def hides(request, monkeypatch):
+    """From Python 3.14 on ``pathlib`` hides errors of the system."""
+    for name, hiding in {"exists": "exists", "is_file": "isfile", "is_dir": "isdir"}.items():
+        if request.param:
+            monkeypatch.setattr(Path, name, lambda self, hiding=hiding, **_: getattr(os.path, hiding)(self))
+
+
+@pytest.mark.usefixtures("hides")
 @pytest.mark.parametrize(
     "call", [tt.save, tt.load, lambda _, path: tt.open(path), partial(tt.distributed.save, format="dcp")]
 )
@@ -333,6 +342,20 @@ def test_a_path_that_the_system_refuses_to_look_up_is_an_error_of_ours(tmp_path,
     with pytest.raises(tt.CheckpointError, match=r"x: cannot be (read|written): File name too long"):
         call(build(Tied), tmp_path / ("x" * 300))
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.usefixtures("hides")
+def test_a_path_that_the_system_hides_is_no_name_of_the_hub(tmp_path, monkeypatch):
+    def refuse(path, *, ours=os.lstat, **more):
+        if str(path).startswith("shut/"):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return ours(path, **more)
+
+    monkeypatch.chdir(tmp_path)
+    for call in ("lstat", "stat"):  # root may look up all paths
+        monkeypatch.setattr(os, call, partial(refuse, ours=getattr(os, call)))
+    with pytest.raises(tt.CheckpointError, match="^shut/m: cannot be read: Permission denied"):
+        tt.open("shut/m")
 
 
 def test_a_folder_that_may_not_be_entered_is_an_error_of_ours(tmp_path, monkeypatch):

@@ -25,6 +25,15 @@ _FETCH_ONE = "Fetch one with huggingface_hub.hf_hub_download, and give its path.
 _FILES = (SUFFIX, GGUF_SUFFIX, ".json", *PICKLED)
 
 
+def _may_be_at(path: Path | str) -> bool:
+    """Return whether something is at ``path``, also a link to nothing, or the system refuses to say."""
+    try:
+        os.lstat(path)
+    except OSError as error:
+        return not isinstance(error, FileNotFoundError | NotADirectoryError)
+    return True
+
+
 def local_path(path: Path | str, revision: str | None = None, *, is_whole: bool = False) -> Path:
     """Return ``path``, or, if nothing is there and it is text like ``org/name``, a folder with that repository's files.
 
@@ -33,7 +42,7 @@ def local_path(path: Path | str, revision: str | None = None, *, is_whole: bool 
     are not fetched again; offline (``HF_HUB_OFFLINE=1``) nothing is. Raises CheckpointError if there are none.
     """
     found = _NAME.fullmatch(path) if isinstance(path, str) else None
-    if found is None or found["name"].endswith(_FILES) or os.path.lexists(path):
+    if found is None or found["name"].endswith(_FILES) or _may_be_at(path):
         if revision is not None:
             fix = "Leave it out, or give the name of a repository, such as 'org/name', as text."
             raise CheckpointError(f"{path} is a local path, and has no revision {revision!r}", name="revision", fix=fix)

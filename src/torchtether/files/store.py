@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -50,8 +49,7 @@ class Store(Closing):
     flat: dict[str, str]
 
     def __init__(self, path: Path | str, revision: str | None = None) -> None:
-        is_here = revision is None and os.path.lexists(path)
-        self.path: Path = Path(path) if is_here else local_path(path, revision)
+        self.path: Path = local_path(path, revision)
         self.name: str = str(self.path)
         try:
             paths, self.index = _find_files(self.path)
