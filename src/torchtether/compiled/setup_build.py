@@ -21,6 +21,7 @@ _digest_of = runpy.run_path(str(SOURCES.parent / "digest.py"))["digest_of"]
 KINDS = ("INT8", "UINT8", "E4M3", "E5M2", "TABLE4", "INT4", "STREAM")
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = [*AVX2, *(f"-mavx512{unit}" for unit in ("f", "bw", "dq", "vl", "vnni"))]
+BF16 = ["-mavx512bf16"]
 TILES = ["-mamx-tile", "-mamx-bf16", "-mamx-int8"]
 LEVELS = {"portable": ["-O2"], "avx2": AVX2, "avx512": AVX512}
 # No multiplication is fused with an addition unless the source says so: the bits are those of torch's ops. Loops begin
@@ -73,9 +74,9 @@ class BuildNative(build_ext):  # type: ignore[misc, unused-ignore]
                 tasks.append((f"{level}-{kind}", source, [("LEVEL", level), ("CODES", kind)], flags))
             if level == "avx512":  # encoders are those of AVX2
                 blocks = [("LEVEL", level), ("CODES", "STREAM")]
-                tasks.append(("blocks", "blocks.cpp", blocks, [*flags, "-mavx512bf16"]))
+                tasks.append(("blocks", "blocks.cpp", blocks, [*flags, *BF16]))
                 if has_tiles:
-                    tasks.append(("tiles", "tiles.cpp", blocks, [*flags, "-mavx512bf16", *TILES]))
+                    tasks.append(("tiles", "tiles.cpp", blocks, [*flags, *BF16, *TILES]))
                 continue
             tasks.append((f"{level}-encoders", "encoders.c", [("LEVEL", level)], [*flags, "-O3", "-fno-trapping-math"]))
 

@@ -26,18 +26,48 @@ bool has_levels(const Layout& L, int dtype) {
     return L.group >= L.columns || L.group % LANES == 0;
 }
 
-// Rows of inputs as float32, and where these have 16 bits their sums under each scale.
-struct FloatInputs {
+// Rows of inputs, in the order that codes need.
+struct LevelInputs {
+    bool in_place, takes_rests;  // whether codes are multiplied where they lie; whether what follows a row is left out
+    bool adds_low, adds_after;   // to levels; what is not added to them is multiplied with sums
+    int64_t together = 1;         // rows of levels that are multiplied together
+    int64_t each = 1;             // how many of a row's sums share a scale
+    int64_t count = 0, wide = 0;  // sums of a row, from one row to the next
+    int64_t scratch = 0;          // floats
+    Buffer sums;
+
+    // y[j * TILE + i] = row i of `count` rows of levels times row m + j of `some` of the inputs
+    virtual void multiply(const Layout& L, const RowOfLevels* own, int64_t count, int64_t m, int64_t some, float* scratch,
+                          float* y) const = 0;
+    // Whether codes may be read up to the end of a piece, `left` bytes before the end of all.
+    virtual bool may_run_on(const Layout& L, int64_t left) const = 0;
+};
+
+// What `multiply` does, by `in.rows<M>` for M rows of inputs and AT_ONCE rows of levels.
+template <class Inputs> void multiply_by(const Inputs& in, const Layout& L, const RowOfLevels* own, int64_t count, int64_t m,
+                                         int64_t some, float* scratch, float* y) {
+    typename Inputs::Sum totals[4 * TILE];
+    for (int64_t i = 0; i < count; i += Inputs::AT_ONCE) {
+        if (some == 4) in.template rows<4>(L, own + i, count - i, m, scratch, totals + i);
+        else if (some == 2) in.template rows<2>(L, own + i, count - i, m, scratch, totals + i);
+        else in.template rows<1>(L, own + i, count - i, m, scratch, totals + i);
+    }
+    for (int64_t j = 0; j < some; j++)
+        for (int64_t i = 0; i < count; i++) y[j * TILE + i] = sum(totals[j * TILE + i]);
+}
+
+// As float32; and where they have 16 bits, their sums under each scale.
+struct FloatInputs : LevelInputs {
     typedef F Sum;
     static constexpr int AT_ONCE = 1;
-    static constexpr bool in_place = false, takes_rests = false, adds_low = true;
-    const bool adds_after;
-    int64_t padded, count, wide, each = 1;
-    Buffer floats, sums;
+    int64_t padded;
+    Buffer floats;
 
     FloatInputs(const Layout& L, const void* x, int64_t rows, int64_t stride, int dtype)
-        : adds_after(dtype == FLOAT32), padded(StreamRow::padded(L)), count(L.groups), wide(L.groups + 2 * LANES),
-          floats(as_floats(L, x, rows, stride, dtype)), sums(adds_after ? 0 : rows * wide) {
+        : padded(StreamRow::padded(L)), floats(as_floats(L, x, rows, stride, dtype)) {
+        in_place = takes_rests = false, adds_low = true, adds_after = dtype == FLOAT32;
+        count = L.groups, wide = L.groups + 2 * LANES;
+        sums.resize(adds_after ? 0 : rows * wide);
         for (int64_t m = 0; m < rows && !adds_after; m++)
             for (int64_t g = 0; g < count; g++) {
                 F total{};
@@ -47,11 +77,16 @@ struct FloatInputs {
             }
     }
 
-    static bool run_on(const Layout&, int64_t) { return false; }
+    bool may_run_on(const Layout&, int64_t) const override { return false; }
+
+    void multiply(const Layout& L, const RowOfLevels* own, int64_t count, int64_t m, int64_t some, float* scratch,
+                  float* y) const override {
+        multiply_by(*this, L, own, count, m, some, scratch, y);
+    }
 
     enum Numbers { SCALE, LOW, AFTER };  // what there is besides
 
-    template <int M, int R> void rows(const Layout& L, const RowOfLevels* own, int64_t m, float*, F* totals) const {
+    template <int M> void rows(const Layout& L, const RowOfLevels* own, int64_t, int64_t m, float*, F* totals) const {
         const RowOfLevels& row = *own;
         constexpr int A = M == 1 ? 4 : M == 2 ? 2 : 1;
         if (row.has_after && adds_after) row_by<M, A, AFTER>(L, row, m, totals);
@@ -109,18 +144,18 @@ bool is_nibbled(const Layout& L) {
     return L.bits == 4 && L.source == UINT8 && suits_spans(L) && (L.group != 16 || L.columns <= 16);
 }
 
-// Rows of inputs as the rows of rows.h take them, and as fixed point their sums, too.
-template <int C, int S, int T> struct SpanInputs {
-    static constexpr int AT_ONCE = T != FLOATS ? TOGETHER : 1;
-    static constexpr bool in_place = C == INT4, takes_rests = true, adds_low = T == FLOATS, adds_after = T == FLOATS;
+// As the rows of rows.h take them; and as fixed point, their sums.
+template <int C, int S, int T> struct SpanInputs : LevelInputs {
     typedef V Sum;
+    static constexpr int AT_ONCE = T != FLOATS ? TOGETHER : 1;
     Spans in;
-    int64_t count, wide, each;
-    Buffer sums;
 
     SpanInputs(const Layout& L, const void* x, int64_t rows, int64_t stride, int dtype)
-        : in(Spans::of<C, S, T>(L, x, dtype, rows, stride)), count(in.spans * scales_of<S>), wide(in.stride + LANES),
-          each(S != WIDE ? 1 : L.group < L.columns ? L.group / SPAN : count), sums(T == FLOATS ? 0 : rows * wide) {
+        : in(Spans::of<C, S, T>(L, x, dtype, rows, stride)) {
+        in_place = C == INT4, takes_rests = true, adds_low = adds_after = T == FLOATS;
+        count = in.spans * scales_of<S>, wide = in.stride + LANES, together = AT_ONCE, scratch = 4 * AT_ONCE * wide;
+        if (S == WIDE) each = L.group < L.columns ? L.group / SPAN : count;
+        sums.resize(T == FLOATS ? 0 : rows * wide);
         for (int64_t m = 0; m < rows && T != FLOATS; m++)
             for (int64_t i = 0; i < count; i++) {
                 const int64_t span = i / scales_of<S>, own = i % scales_of<S>;
@@ -129,17 +164,26 @@ template <int C, int S, int T> struct SpanInputs {
             }
     }
 
-    static bool run_on(const Layout& L, int64_t left) { return can_run_on<C, S, T>(L, left); }
+    bool may_run_on(const Layout& L, int64_t left) const override { return can_run_on<C, S, T>(L, left); }
 
-    template <int M, int R> void rows(const Layout& L, const RowOfLevels* own, int64_t m, float* scratch, V* totals) const {
+    void multiply(const Layout& L, const RowOfLevels* own, int64_t count, int64_t m, int64_t some, float* scratch,
+                  float* y) const override {
+        multiply_by(*this, L, own, count, m, some, scratch, y);
+    }
+
+    template <int M> void rows(const Layout& L, const RowOfLevels* own, int64_t left, int64_t m, float* scratch,
+                               V* totals) const {
         if constexpr (T != FLOATS) {
-            const int64_t bytes = R > 1 ? own[1].codes - own->codes : 0, stride = R > 1 ? own[1].scale - own->scale : 0;
-            const RowsOfCodes rows = {own->codes, own->scale, own->low, bytes, stride, own->runs_on};
-            integer_rows<C, S, M, R, false, T>(L, rows, in, m, scratch, totals);
+            const bool are_two = AT_ONCE > 1 && left > 1;  // else the last row twice
+            const int64_t bytes = are_two ? own[1].codes - own->codes : 0, stride = are_two ? own[1].scale - own->scale : 0;
+            const RowsOfCodes rows = {own->codes, own->scale, own->low, bytes, stride, false, own->runs_on};
+            integer_rows<C, S, M, AT_ONCE, false, T>(L, rows, in, m, scratch, totals);
         } else {
+            constexpr bool adds = LIFT != 0;  // to levels in any case
             const Decoder<C> decoder(L);
-            const auto row = own->has_low ? (own->has_after ? float_row<C, S, M, true, true> : float_row<C, S, M, true, false>)
-                                          : (own->has_after ? float_row<C, S, M, false, true> : float_row<C, S, M, false, false>);
+            const auto row = own->has_after         ? float_row<C, S, M, true, true>
+                             : own->has_low || adds ? float_row<C, S, M, true, false>
+                                                    : float_row<C, S, M, adds, false>;
             row(L, own->codes, own->runs_on, own->scale, own->low, own->after, decoder, in, m, totals);
         }
     }
@@ -170,32 +214,22 @@ inline float dot(const float* a, const float* b, int64_t count) {
     return sum(even + odd);
 }
 
-// totals[i * TILE + r] = row r of the R at `own` times row m + i of the inputs, of `some` rows.
-template <class Inputs, int R> void some_rows(const Layout& L, const Inputs& in, const RowOfLevels* own, int64_t m, int64_t some,
-                                              float* scratch, typename Inputs::Sum* totals) {
-    if (some == 4) in.template rows<4, R>(L, own, m, scratch, totals);
-    else if (some == 2) in.template rows<2, R>(L, own, m, scratch, totals);
-    else in.template rows<1, R>(L, own, m, scratch, totals);
-}
-
-template <class Inputs> void levels_linear(const Layout& given, const Parts& P, const void* x, int64_t rows, int64_t stride,
-                                           int dtype, const void* bias, void* out) {
-    constexpr int64_t SCRATCH = 4 * Inputs::AT_ONCE;
+void levels_linear(const Layout& given, const Parts& P, const LevelInputs& in, int64_t rows, int dtype, const void* bias,
+                   void* out) {
     Layout L = given;  // of the levels
-    if (!Inputs::in_place) L.row_bytes = L.columns;
-    const Inputs in(L, x, rows, stride, dtype);
+    if (!in.in_place) L.row_bytes = L.columns;
     const bool flips = L.source == UINT8 && L.bits == 8;  // codes from -128 on
     const float lift = flips ? 128 : 0, step = L.is_whole ? L.step : 1, per_step = 1 / step;  // exact: a power of two
-    const bool is_there = Inputs::in_place || (L.source == INT8 && (Inputs::takes_rests || L.columns % LANES == 0));
+    const bool is_there = in.in_place || (L.source == INT8 && (in.takes_rests || L.columns % LANES == 0));
     const bool is_lifted = flips || L.family == BIASED_FIRST || L.zero >= 0 || L.offset != 0;
-    const bool is_shifted = !in.adds_after && (has_after(L) || (is_lifted && !Inputs::adds_low));
+    const bool adds_low = in.adds_low, is_shifted = !in.adds_after && (has_after(L) || (is_lifted && !adds_low));
     const bool adds = is_shifted || (in.adds_after && has_after(L));  // else 0 stays there
-    const int64_t tile = rows > 4 || L.rows >= 256 ? TILE : 1, tiles = (L.rows + tile - 1) / tile;  // rows of codes in the cache
+    const int64_t tile = rows > 4 || L.rows >= 256 ? TILE : in.together, tiles = (L.rows + tile - 1) / tile;  // rows of codes in the cache
     const bool is_piece = L.height == 1 && (L.family != SUPER_BLOCKS || L.groups % L.nested == 0);
     const int64_t at_once = is_piece ? tile : 1;  // rows whose numbers lie in one piece
     const bool is_spread = in.each > 1, are_filled = is_piece && step == 1 && !is_lifted && !is_spread;  // as rows need them
     const int64_t wide = is_spread ? in.wide : L.groups;  // numbers of a row
-    const int64_t length = tile * L.groups + LANES, spread_length = is_spread ? tile * wide : 0, scratch_size = SCRATCH * in.wide;
+    const int64_t length = tile * L.groups + LANES, spread_length = is_spread ? tile * wide : 0, scratch_size = in.scratch;
     const int64_t bytes = is_there ? 0 : StreamRow::bytes(L);
     Layout all_rows = L;
     all_rows.groups *= at_once;
@@ -210,6 +244,7 @@ template <class Inputs> void levels_linear(const Layout& given, const Parts& P, 
         const int64_t groups = L.groups;  // this and these of our own: compilers read again what others' writes may reach
         const bool lifts = is_lifted, writes = adds, moves = !are_filled, shifts = is_shifted, pieces = is_piece;
         const F steps = all(step), per = all(per_step), up = all(lift), unit = all(L.unit);
+        const float whole = L.unit;
         for (int64_t i = 0; i < (pieces ? 1 : count); i++) {
             RowAt at(L, first + i);
             if (pieces) at.groups *= count;
@@ -222,7 +257,7 @@ template <class Inputs> void levels_linear(const Layout& given, const Parts& P, 
                 F added = load<F>(parts.after + g);
                 if (lifts) {
                     const F lifted = load<F>(parts.before + g) + up;
-                    if (Inputs::adds_low) put(lifted * per, less);
+                    if (adds_low) put(lifted * per, less);
                     else added += lifted * s * unit;
                 }
                 if (writes) put(added, add);
@@ -235,10 +270,10 @@ template <class Inputs> void levels_linear(const Layout& given, const Parts& P, 
                 *numbers = to;
             };
             over_spans(&scale, spreads);
-            if (is_lifted && Inputs::adds_low) over_spans(&low, spreads + spread_length);
+            if (is_lifted && adds_low) over_spans(&low, spreads + spread_length);
             if (adds) over_spans(&after, spreads + 2 * spread_length);
         }
-        const bool runs_on = !is_there || in.run_on(L, (L.rows - first - count) * L.row_bytes);
+        const bool runs_on = !is_there || in.may_run_on(L, (L.rows - first - count) * L.row_bytes);
         RowOfLevels own[TILE];
         for (int64_t i = 0; i < count; i++) {
             const uint8_t* lie = (const uint8_t*)P.codes + (first + i) * given.row_bytes;
@@ -248,21 +283,17 @@ template <class Inputs> void levels_linear(const Layout& given, const Parts& P, 
             const int64_t from = i * wide;
             own[i] = {lie, scale + from, low + from, after + from, is_lifted, has_after(L), runs_on};
         }
-        typename Inputs::Sum totals[4 * TILE];
-        alignas(64) float y[TILE];
+        alignas(64) float y[4 * TILE];
         for (int64_t m = 0, some; m < rows; m += some) {
             some = rows - m >= 4 ? 4 : rows - m >= 2 ? 2 : 1;
-            for (int64_t i = 0, taken; i < count; i += taken) {
-                taken = count - i >= Inputs::AT_ONCE ? Inputs::AT_ONCE : 1;
-                if (taken == 1) some_rows<Inputs, 1>(L, in, own + i, m, some, scratch, totals + i);
-                else some_rows<Inputs, Inputs::AT_ONCE>(L, in, own + i, m, some, scratch, totals + i);
-            }
+            in.multiply(L, own, count, m, some, scratch, y);
             for (int64_t j = 0; j < some; j++) {
+                float* own_y = y + j * TILE;
                 for (int64_t i = 0; i < count; i++) {
-                    y[i] = sum(totals[j * TILE + i]) * L.unit;
-                    if (shifts) y[i] += dot(own[i].after, in.sums.data() + (m + j) * in.wide, is_spread ? in.count : groups);
+                    own_y[i] *= whole;
+                    if (shifts) own_y[i] += dot(own[i].after, in.sums.data() + (m + j) * in.wide, is_spread ? in.count : groups);
                 }
-                put_some(dtype, y, count, bias, first, out, (m + j) * L.rows + first);
+                put_some(dtype, own_y, count, bias, first, out, (m + j) * L.rows + first);
             }
         }
     });
@@ -271,11 +302,12 @@ template <class Inputs> void levels_linear(const Layout& given, const Parts& P, 
 #if FAST_ROWS
 template <int C, int T> void spans_linear(const Layout& L, const Parts& P, const void* x, int64_t rows, int64_t stride,
                                           int dtype, const void* bias, void* out) {
+    const auto by = [&](const LevelInputs& in) { levels_linear(L, P, in, rows, dtype, bias, out); };
     if constexpr (C == INT8)
-        if (L.group == 16 && L.columns > 16) return levels_linear<SpanInputs<C, G16, T>>(L, P, x, rows, stride, dtype, bias, out);
-    if (L.group >= L.columns || L.group % SPAN == 0) levels_linear<SpanInputs<C, WIDE, T>>(L, P, x, rows, stride, dtype, bias, out);
-    else if (L.group == 64) levels_linear<SpanInputs<C, G64, T>>(L, P, x, rows, stride, dtype, bias, out);
-    else levels_linear<SpanInputs<C, G32, T>>(L, P, x, rows, stride, dtype, bias, out);
+        if (L.group == 16 && L.columns > 16) return by(SpanInputs<C, G16, T>(L, x, rows, stride, dtype));
+    if (L.group >= L.columns || L.group % SPAN == 0) by(SpanInputs<C, WIDE, T>(L, x, rows, stride, dtype));
+    else if (L.group == 64) by(SpanInputs<C, G64, T>(L, x, rows, stride, dtype));
+    else by(SpanInputs<C, G32, T>(L, x, rows, stride, dtype));
 }
 #endif
 
@@ -296,5 +328,5 @@ void stream_linear(const Layout& L, const Parts& P, const void* x, int64_t rows,
     if constexpr (WIDE_ROWS)
         if (dtype == FLOAT32 && suits_spans(L)) return spans_linear<INT8, FLOATS>(L, P, x, rows, stride, dtype, bias, out);
 #endif
-    levels_linear<FloatInputs>(L, P, x, rows, stride, dtype, bias, out);
+    levels_linear(L, P, FloatInputs(L, x, rows, stride, dtype), rows, dtype, bias, out);
 }

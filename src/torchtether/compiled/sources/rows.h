@@ -7,7 +7,7 @@
 // float32, in float32 (float_rows.h).
 
 constexpr int64_t SPAN = 128;
-enum Scales { WHOLE, WIDE, G64, G32, G16 };  // columns under one scale: all, a multiple of SPAN, 64, 32, 16
+enum Scales { WHOLE, WIDE, G64, G32, G16 };  // columns under one scale: all, a multiple of SPAN (or all), 64, 32, 16
 enum Taken { WORDS, BYTES, FLOATS };         // inputs, as fixed point, as what they are rounded to, or as they are
 
 constexpr bool is_integer(int codes) { return codes == INT8 || codes == UINT8 || codes == INT4; }
@@ -24,8 +24,9 @@ struct alignas(64) Line { uint8_t bytes[64]; };
 // Rows of codes: the scales of their spans, and what is added to codes, their zero points negated.
 struct RowsOfCodes {
     const uint8_t* codes;
-    const float *scale, *zero;  // one of each where scales are WHOLE
+    const float *scale, *zero;
     int64_t bytes, stride;      // from one row to the next, of codes and of the others
+    bool is_whole;              // whether a row has one of each
     bool runs_on;               // whether what follows a row may be read with it
 };
 
@@ -34,6 +35,24 @@ struct RowsOfCodes {
 #else
 #include "rows_avx2.h"
 #endif
+
+// Writes a span of `left` inputs from `at` on as float32, and zeros; returns the largest magnitudes, lane by lane.
+template <int D> F floats_of_span(const void* x, int64_t at, int64_t left, float* natural) {
+    F largest{};
+    for (int64_t k = 0; k < SPAN; k += LANES, left -= LANES) {
+        const F v = left >= LANES ? get<D>(x, at + k) : left > 0 ? get<D>(x, at + k, left) : F{};
+        memcpy(natural + k, &v, sizeof v);
+        largest = larger(largest, v);
+    }
+    return largest;
+}
+
+inline F floats_of_span(const void* x, int dtype, int64_t at, int64_t left, float* natural) {
+    const auto read = dtype == FLOAT32    ? floats_of_span<FLOAT32>
+                      : dtype == BFLOAT16 ? floats_of_span<BFLOAT16>
+                                          : floats_of_span<FLOAT16>;
+    return read(x, at, left, natural);
+}
 
 // Rows of inputs, a span after the other, each in the order that the codes need, integers with their sums for each piece.
 struct Spans {
@@ -46,18 +65,12 @@ struct Spans {
     const uint8_t* at(int64_t m) const { return data[m * spans * lines].bytes; }
     const float* units_at(int64_t m) const { return units.data() + m * stride; }
 
-    template <int C, int S, int D, int T> void fill(const Layout& L, const void* x, int64_t rows, int64_t row_stride) {
+    template <int C, int S, int T> void fill(const Layout& L, const void* x, int dtype, int64_t rows, int64_t row_stride) {
         for (int64_t m = 0; m < rows; m++) {
-            if (L.activations) steps[m] = step_of<D>(x, m * row_stride, L.columns);
+            if (L.activations) steps[m] = step_of_row(x, dtype, m * row_stride, L.columns);
             for (int64_t b = 0; b < spans; b++) {
                 alignas(64) float natural[SPAN];
-                F largest{};
-                for (int64_t k = 0; k < SPAN; k += LANES) {
-                    const int64_t left = L.columns - b * SPAN - k, at = m * row_stride + b * SPAN + k;
-                    const F v = left >= LANES ? get<D>(x, at) : left > 0 ? get<D>(x, at, left) : F{};
-                    memcpy(natural + k, &v, sizeof v);
-                    largest = larger(largest, v);
-                }
+                const F largest = floats_of_span(x, dtype, m * row_stride + b * SPAN, L.columns - b * SPAN, natural);
                 if (L.activations) round_to(natural, steps[m]);
                 uint8_t* to = data[(m * spans + b) * lines].bytes;
                 if constexpr (T != FLOATS) {
@@ -73,10 +86,11 @@ struct Spans {
     }
 
     // The largest of a row is 127 of these. Values that are not finite make it nan, and with it every result.
-    template <int D> static float step_of(const void* x, int64_t at, int64_t columns) {
+    static float step_of_row(const void* x, int dtype, int64_t at, int64_t columns) {
+        alignas(64) float natural[SPAN];
         F largest{};
-        for (int64_t k = 0; k < columns; k += LANES)
-            largest = larger(largest, columns - k >= LANES ? get<D>(x, at + k) : get<D>(x, at + k, columns - k));
+        for (int64_t k = 0; k < columns; k += SPAN)
+            largest = larger(largest, floats_of_span(x, dtype, at + k, columns - k, natural));
         return step_of(largest_of(largest));
     }
     static float step_of(float largest) {
@@ -130,9 +144,7 @@ struct Spans {
         made.stride = (made.spans * scales_of<S> + LANES - 1) / LANES * LANES;
         if (T != FLOATS) made.units.resize(rows * made.stride);
         if (L.activations) made.steps.resize(rows);
-        if (dtype == FLOAT32) made.fill<C, S, FLOAT32, T>(L, x, rows, stride);
-        else if (dtype == BFLOAT16) made.fill<C, S, BFLOAT16, T>(L, x, rows, stride);
-        else made.fill<C, S, FLOAT16, T>(L, x, rows, stride);
+        made.fill<C, S, T>(L, x, dtype, rows, stride);
         return made;
     }
 };
@@ -144,13 +156,16 @@ template <int64_t BYTES> struct alignas(64) Rest {
     void fill(const uint8_t* from, int64_t count) { put_rest<BYTES>(from, count, bytes); }
 };
 
+// Whether several spans share a scale, and rows have several.
+inline bool are_spread(const Layout& L) { return L.group > SPAN && L.group < L.columns; }
+
 // Returns the scales of `rows` rows from n, in `scale` or where they lie: L.groups of a row; or, where groups are wider than a
 // span, one for each of `spans` spans, those of the next row `stride` further. `zero` gets their zero points negated. Whole
 // vectors can be read of both. `s` and `z` have space for TILE rows of groups.
-template <int S> const float* scales_of_rows(const Layout& L, const Parts& P, int64_t n, int64_t rows, int64_t spans,
-                                             int64_t stride, float* s, float* z, float* scale, float* zero) {
+const float* scales_of_rows(const Layout& L, const Parts& P, int64_t n, int64_t rows, int64_t spans, int64_t stride, float* s,
+                            float* z, float* scale, float* zero) {
     const int64_t groups = L.groups, at = n * groups;
-    const bool is_spread = S == WIDE && L.group > SPAN;
+    const bool is_spread = are_spread(L);
     if (L.height == 1 && !L.global_scale && L.scale <= FLOAT16 && !is_spread) {
         const bool lie = L.scale == FLOAT32 && groups % LANES == 0 && L.columns % SPAN == 0;
         if (L.scale == BFLOAT16) copy_scales<BFLOAT16>(P.scale, at, rows * groups, scale);
@@ -187,10 +202,10 @@ template <int C, int S, int T> inline bool can_run_on(const Layout& L, int64_t l
 template <int C, int S, int M, int R, bool Z, int T> void integer_rows(const Layout& L, const RowsOfCodes& given, const Spans& in,
                                                                   int64_t from, float* buffer, V* totals) {
     constexpr int64_t bytes = is_nibbled(C) ? SPAN / 2 : SPAN;
-    RowsOfCodes rows = {given.codes, given.scale, given.zero, given.bytes, given.stride, given.runs_on};  // in registers
+    RowsOfCodes rows = given;  // in registers
     const uint8_t* x = in.at(from);
-    const int64_t stride = in.stride, scales = S == WIDE ? in.spans : L.groups;
-    const int64_t even = S == WHOLE ? stride : scales / LANES * LANES;
+    const int64_t stride = in.stride, scales = S == WIDE ? in.spans : L.groups, zeros = rows.is_whole ? 0 : scales_of<S>;
+    const int64_t even = rows.is_whole ? stride : scales / LANES * LANES;
     V total[M * R];
 #pragma GCC unroll 8
     for (int i = 0; i < M * R; i++) {
@@ -201,24 +216,25 @@ template <int C, int S, int M, int R, bool Z, int T> void integer_rows(const Lay
             memcpy(buffer + i * stride + k, &by, sizeof by);
         };
         int64_t k = 0;
-        for (; k < even; k += LANES) put(k, S == WHOLE ? all(*scale) : load<F>(scale + k));
+        for (; k < even; k += LANES) put(k, rows.is_whole ? all(*scale) : load<F>(scale + k));
         if (k < stride) put(k, first_of(load<F>(scale + k), scales - k));  // what follows may be the scales of another row
     }
     const int64_t whole = L.row_bytes / bytes, lines = in.lines * 64, across = in.spans * lines;
     const int64_t ahead = R > 1 && rows.bytes <= AHEAD ? AHEAD + (R - 1) * rows.bytes : AHEAD;  // past the other rows
-    for (int64_t b = 0; b < whole; b++) {
-        for (int r = 0; r < R; r++) {
-            _mm_prefetch((const char*)rows.codes + r * rows.bytes + ahead, _MM_HINT_T1);
-            if (bytes > 64) _mm_prefetch((const char*)rows.codes + r * rows.bytes + ahead + 64, _MM_HINT_T1);
+    Rest<bytes> rest[R];
+    for (int64_t b = 0, end = whole;; end = in.spans) {  // whole spans; then, by the same instructions, the rest
+        for (; b < end; b++) {
+            for (int r = 0; r < R; r++) {
+                _mm_prefetch((const char*)rows.codes + r * rows.bytes + ahead, _MM_HINT_T1);
+                if (bytes > 64) _mm_prefetch((const char*)rows.codes + r * rows.bytes + ahead + 64, _MM_HINT_T1);
+            }
+            integer_span<C, S, M, R, Z, T>(rows, x, across, buffer, stride, total);
+            buffer += scales_of<S>, rows.codes += bytes, rows.zero += zeros, x += lines;
         }
-        integer_span<C, S, M, R, Z, T>(rows, x, across, buffer, stride, total);
-        buffer += scales_of<S>, rows.codes += bytes, rows.zero += S == WHOLE ? 0 : scales_of<S>, x += lines;
-    }
-    if (whole < in.spans) {
-        Rest<bytes> rest[R];
-        for (int r = 0; r < R && !rows.runs_on; r++) rest[r].fill(rows.codes + r * rows.bytes, L.row_bytes - whole * bytes);
-        if (!rows.runs_on) rows.codes = rest[0].bytes, rows.bytes = sizeof *rest;
-        integer_span<C, S, M, R, Z, T>(rows, x, across, buffer, stride, total);
+        if (end == in.spans) break;
+        if (rows.runs_on) continue;
+        for (int r = 0; r < R; r++) rest[r].fill(rows.codes + r * rows.bytes, L.row_bytes - whole * bytes);
+        rows.codes = rest[0].bytes, rows.bytes = sizeof *rest;
     }
 #pragma GCC unroll 8
     for (int i = 0; i < M * R; i++) totals[i / R * TILE + i % R] = total[i];

@@ -28,6 +28,9 @@ class Shares {
     }
 };
 
+// Calls work(shares): not in line, else the compiler makes a copy for each of the two calls below.
+template <class Work> __attribute__((noinline)) void take(const Work& work, Shares& shares) { work(shares); }
+
 // Calls work(shares) in several threads if there is much to do, else directly: a call through torch would add a tenth to the
 // time of a small product.
 template <class Work> inline void in_threads(int64_t count, int64_t step, bool is_much, Work work) {
@@ -35,7 +38,7 @@ template <class Work> inline void in_threads(int64_t count, int64_t step, bool i
     if (is_much && count > step && parallel_for) count_threads(&threads);
     if (threads < 2) {
         Shares all(count, count);
-        return work(all);
+        return take(work, all);
     }
     struct Shared {
         Shares shares;
@@ -45,7 +48,7 @@ template <class Work> inline void in_threads(int64_t count, int64_t step, bool i
     const int64_t most = (count + step - 1) / step;
     const auto run = [](int64_t begin, int64_t end, void* with) {
         Shared& shared = *(Shared*)with;
-        for (; begin < end; begin++) shared.failed.within([&] { (*shared.work)(shared.shares); });
+        for (; begin < end; begin++) shared.failed.within([&] { take(*shared.work, shared.shares); });
     };
     if (parallel_for(0, threads < most ? threads : most, 1, run, &shared)) throw std::bad_alloc();
     shared.failed.rethrow();
