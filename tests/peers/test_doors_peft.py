@@ -83,6 +83,9 @@ ADAPTERS = {
     "lokr": lambda: peft.LoKrConfig(target_modules=["q_proj"]),
     "oft": lambda: peft.OFTConfig(target_modules=["q_proj"]),
     "vera": lambda: peft.VeraConfig(target_modules=["q_proj"]),
+    "shira": lambda: peft.ShiraConfig(target_modules=["q_proj"], r=4, random_seed=0),
+    "miss": lambda: peft.MissConfig(target_modules=["q_proj"], r=4),
+    "miss of blocks": lambda: peft.MissConfig(target_modules=["q_proj"], r=4, init_weights="bat"),
 }
 
 
@@ -112,6 +115,27 @@ def test_an_adapter_is_trained_merged_unmerged_and_unloaded(kind, scheme):
     assert torch.equal(logits_of(plain), merged)
     assert sum(isinstance(p, tt.Weight) for p in plain.parameters()) == count
     assert not any(hasattr(module, "_tether_kept") for module in plain.modules())
+
+
+@pytest.mark.parametrize("kind", sorted(ADAPTERS.keys() - {"pissa", "olora"}))  # these change the base, with a rounding
+def test_an_adapter_learns_what_it_learns_over_plain_values(kind):
+    learned, said = [], []
+    for is_plain in (False, True):
+        model = built()
+        adapter = adapted(tt.dequantize(model) if is_plain else model, ADAPTERS[kind]())
+        trained = [parameter for parameter in adapter.parameters() if parameter.requires_grad]
+        before = [parameter.detach().clone() for parameter in trained]
+        optimizer = torch.optim.SGD(trained, lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            adapter(IDS, labels=IDS).loss.backward()
+            optimizer.step()
+        learned.append([one.detach() - old for one, old in zip(trained, before, strict=True)])
+        said.append(logits_of(adapter))
+    assert (said[0] - said[1]).norm() <= 1e-4 * said[1].norm()
+    for ours, plain in zip(*learned, strict=True):
+        assert (ours - plain).norm() <= 0.01 * plain.norm()
+        assert plain.norm() > 0
 
 
 def test_merging_is_as_exact_as_encoding_the_plain_merge_is():

@@ -3,6 +3,7 @@
 Importing this module makes ``merge`` and ``unmerge`` of every PEFT layer support Weights. PEFT's own code then sees
 plain values in place of the Weights of its base layer, and the result is encoded again. The layer keeps the codes from
 before the merge until ``unmerge``. Their memory is held as long as an adapter is merged; ``merge_and_unload`` frees it.
+Adapters that add to a copy of the base weight in every forward (SHiRA, some forms of MiSS) add to its decoded values.
 
 Files of adapters store decoded values of a base embedding, a head or a copy of a module, if PEFT stores those. A Weight
 with the same values keeps its codes when such a file is loaded; other values are encoded.
@@ -267,6 +268,17 @@ def _unmerge(original: Any) -> Any:
     return unmerge
 
 
+def _base_weight(original: Any) -> Any:
+    """Wrap what SHiRA and some forms of MiSS add to in every forward: a Weight would round the sum to its codes."""
+
+    @wraps(original)
+    def get_base_weight(layer: Any) -> Tensor:
+        weight: Tensor = original(layer)
+        return weight.dequantize() if isinstance(weight, Weight) else weight
+
+    return get_base_weight
+
+
 def _biases_of(layer: Any) -> dict[str, Tensor]:
     """Return copies of the base layer's plain parameters below two dimensions, which some adapters change too."""
     if hasattr(layer, "parameter_name"):
@@ -345,7 +357,7 @@ def _fill(original: Any) -> Any:
 
 
 def _install() -> None:
-    """Wrap, once, the methods of every PEFT class that merges or unmerges, and the functions that a file goes through.
+    """Wrap, once, the methods of PEFT's layers that read a base weight, and the functions that a file goes through.
 
     Other modules of PEFT have these functions under the same names.
     """
@@ -357,7 +369,7 @@ def _install() -> None:
                 if vars(module).get(name) is original:
                     setattr(module, name, wrapped)
     wrappers: list[tuple[type, dict[str, Any]]] = [
-        (BaseTunerLayer, {"merge": _merge, "unmerge": _unmerge}),
+        (BaseTunerLayer, {"merge": _merge, "unmerge": _unmerge, "get_base_weight": _base_weight}),
         (BaseTuner, {"merge_adapter": _merge_adapter, "_unload_and_optionally_merge": _unload}),
     ]
     for root, wrap in wrappers:
