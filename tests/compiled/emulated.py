@@ -8,6 +8,7 @@ FOLDER`` does it once for several runs, which find the module by ``EMULATED_MODU
 processor, but for the order in which AMX adds up. It needs an x86-64 processor with AVX2, and GCC.
 """
 
+import contextlib
 import importlib.util
 import os
 import sys
@@ -20,22 +21,24 @@ NAME = "torchtether.compiled._native"
 
 
 def build(folder: Path) -> Path:
-    """Build the module into ``folder``; return its path."""
+    """Build the module into ``folder``, an absolute path; return its own."""
     from setuptools import Distribution, Extension
 
-    recipe = importlib.util.spec_from_file_location("setup_build", ROOT / "src/torchtether/compiled/setup_build.py")
-    setup_build = importlib.util.module_from_spec(recipe)
-    os.chdir(ROOT)
-    recipe.loader.exec_module(setup_build)
-    setup_build.FLAGS += ["-Wno-psabi", "-include", str(HEADER)]
-    setup_build.LEVELS["avx512"] = [*setup_build.AVX2, "-DEMULATED=1"]
-    setup_build.LEVELS = {level: [*flags, "-O0"] for level, flags in setup_build.LEVELS.items()}
-    setup_build.BF16, setup_build.TILES = ["-O2"], []  # else products of many rows take minutes
-    sources = [str(setup_build.SOURCES / "module.cpp")]
-    command = setup_build.BuildNative(Distribution({"ext_modules": [Extension(NAME, sources, py_limited_api=True)]}))
-    command.build_lib, command.build_temp = str(folder / "lib"), str(folder / "temp")
-    command.ensure_finalized()
-    command.run()
+    with contextlib.chdir(ROOT):  # the recipe names its sources from there
+        recipe = importlib.util.spec_from_file_location("setup_build", "src/torchtether/compiled/setup_build.py")
+        setup_build = importlib.util.module_from_spec(recipe)
+        recipe.loader.exec_module(setup_build)
+        setup_build.FLAGS += ["-Wno-psabi", "-include", str(HEADER)]
+        setup_build.LEVELS["avx512"] = [*setup_build.AVX2, "-DEMULATED=1"]
+        setup_build.LEVELS = {level: [*flags, "-O0"] for level, flags in setup_build.LEVELS.items()}
+        setup_build.BF16, setup_build.TILES = ["-O2"], []  # else products of many rows take minutes
+        sources = [str(setup_build.SOURCES / "module.cpp")]
+        command = setup_build.BuildNative(
+            Distribution({"ext_modules": [Extension(NAME, sources, py_limited_api=True)]})
+        )
+        command.build_lib, command.build_temp = str(folder / "lib"), str(folder / "temp")
+        command.ensure_finalized()
+        command.run()
     return Path(command.get_ext_fullpath(NAME))
 
 
