@@ -168,3 +168,14 @@ def test_a_compiler_that_fails_is_said_in_one_line_and_the_package_is_installed(
     modules = {str(path.relative_to(ROOT / "src")) for path in (ROOT / "src").rglob("*.py")}
     assert modules | {"torchtether/py.typed"} <= set(names)
     assert not [name for name in names if name.endswith(".so")]
+
+
+@pytest.mark.slow
+def test_a_python_without_a_gil_gets_a_wheel_of_its_own_without_kernels(tmp_path):
+    """It has no limited API, and a module that does not name itself safe brings the GIL back."""
+    pytest.importorskip("setuptools", minversion="77")
+    (tmp_path / "sitecustomize.py").write_text("import sysconfig; sysconfig.get_config_vars()['Py_GIL_DISABLED'] = 1")
+    log, name, names = wheel(tmp_path, PYTHONPATH=str(tmp_path))
+    assert log.count("so torch ops compute: they need a Python with a GIL") == 1
+    assert "abi3" not in name
+    assert not [name for name in names if name.endswith(".so")]

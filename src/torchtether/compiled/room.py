@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sysconfig
 import threading
 from importlib import import_module
 from pathlib import Path
@@ -59,7 +60,8 @@ def _find() -> None:
     try:
         module, outcome = _load()
     except ModuleNotFoundError:
-        _state = "torchtether was installed without a compiler"
+        lacks_gil = sysconfig.get_config_var("Py_GIL_DISABLED")
+        _state = "the kernels need a Python with a GIL" if lacks_gil else "torchtether was installed without a compiler"
         return
     except (ImportError, KeyError, TypeError) as error:
         module, outcome = None, str(error)

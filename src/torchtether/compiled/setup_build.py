@@ -1,7 +1,7 @@
-"""The command of setuptools that builds the extension module from ``sources/``: once, when the package is installed.
+"""The commands of setuptools that build the extension module from ``sources/``, once, when the package is installed.
 
-``pyproject.toml`` names it; nothing else imports it. Kernels are compiled once for each level and kind of codes, and
-the module picks the level of the processor. If something fails, one line of the log says what, and the package is
+``pyproject.toml`` names them; nothing else imports them. Kernels are compiled once for each level and kind of codes,
+and the module picks the level of the processor. If something fails, one line of the log says what, and the package is
 installed without the module: torch computes then.
 """
 
@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import os
 import runpy
+import sysconfig
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from setuptools.command.bdist_wheel import bdist_wheel  # type: ignore[import-untyped]
 from setuptools.command.build_ext import build_ext  # type: ignore[import-untyped]
 
 SOURCES = Path("src/torchtether/compiled/sources")
 _digest_of = runpy.run_path(str(SOURCES.parent / "digest.py"))["digest_of"]
-KINDS = ("INT8", "UINT8", "E4M3", "E5M2", "TABLE4", "INT4", "STREAM")
+KINDS = ("STREAM", "INT8", "UINT8", "INT4", "E4M3", "E5M2", "TABLE4")
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = [*AVX2, *(f"-mavx512{unit}" for unit in ("f", "bw", "dq", "vl", "vnni"))]
 BF16 = ["-mavx512bf16"]
@@ -28,7 +30,18 @@ LEVELS = {"portable": ["-O2"], "avx2": AVX2, "avx512": AVX512}
 # lines of the cache: a short one across two lines took 1.2 times as long.
 FLAGS = ["-O3", "-g0", "-fPIC", "-w", "-fvisibility=hidden", "-fno-math-errno", "-ffp-contract=off", "-falign-loops=64"]
 
+IS_FREE_THREADED = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))
+
 _Task = tuple[str, str, list[tuple[str, str]], list[str]]  # its folder, the source, macros, flags
+
+
+class BuildWheel(bdist_wheel):  # type: ignore[misc, unused-ignore]
+    """Build one wheel for all versions of Python; without a GIL there is no limited API, and wheels are for one."""
+
+    def finalize_options(self) -> None:
+        if IS_FREE_THREADED:
+            self.py_limited_api = ""
+        super().finalize_options()
 
 
 class BuildNative(build_ext):  # type: ignore[misc, unused-ignore]
@@ -38,6 +51,8 @@ class BuildNative(build_ext):  # type: ignore[misc, unused-ignore]
         begun, target = time.monotonic(), Path(self.get_ext_fullpath(ext.name))
         levels = {name: LEVELS[name] for name in LEVELS if name == "portable" or self.plat_name.endswith("x86_64")}
         try:
+            if IS_FREE_THREADED:  # importing the module would bring the GIL back
+                raise NotImplementedError("they need a Python with a GIL")
             target.parent.mkdir(parents=True, exist_ok=True)
             self._compile_and_link(target, levels)
         except Exception as error:  # compilers, linkers and platforms raise errors of many types
@@ -68,7 +83,7 @@ class BuildNative(build_ext):  # type: ignore[misc, unused-ignore]
         macros = [("WITH_AVX2", "1" if "avx2" in levels else "0"), ("WITH_TILES", "1" if has_tiles else "0")]
         macros.append(("SOURCES", _digest_of(SOURCES)))
         tasks: list[_Task] = [("module", "module.cpp", macros, [])]
-        for level, flags in levels.items():
+        for level, flags in reversed(levels.items()):  # what takes longest first, so that no core waits at the end
             for kind in KINDS:
                 source = "stream.cpp" if kind == "STREAM" else "kernels.cpp"
                 tasks.append((f"{level}-{kind}", source, [("LEVEL", level), ("CODES", kind)], flags))
