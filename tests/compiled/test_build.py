@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import torchtether
 from torchtether import compiled
 from torchtether.compiled import room
 from torchtether.schemes import int8
@@ -128,6 +129,29 @@ def test_torch_ops_do_the_work_where_it_is_not_there(monkeypatch):
     parts = int8().encode(w)
     monkeypatch.setattr(room, "_module", None)
     assert all(torch.equal(part, parts[name]) for name, part in int8().encode(w).items())
+
+
+COMPILED_FIRST = """
+import torch, torchtether as tt
+with torch.device("meta"):
+    model = torch.nn.Linear(64, 64)
+tt.load(model, PATH)  # as it is: nothing is encoded
+model.requires_grad_(False)
+x = torch.ones(2, 64)
+assert torch.compile(model, backend="aot_eager", fullgraph=True)(x).allclose(model(x), atol=1e-5)
+from torchtether import compiled
+print(compiled.state())
+"""
+
+
+@pytest.mark.slow
+@needs_room
+@pytest.mark.parametrize("scheme", ["int8", "nf4", "mxfp4"])
+def test_a_compiled_graph_may_be_the_first_to_use_it(tmp_path, scheme):
+    """Its tensors are fake while it is traced, and the module is bound by a real one."""
+    torchtether.save(torchtether.quantize(torch.nn.Linear(64, 64), scheme), tmp_path / "one.safetensors")
+    found = child(COMPILED_FIRST.replace("PATH", repr(str(tmp_path / "one.safetensors"))))
+    assert (found.stdout, found.stderr) == (f"{compiled.state()}\n", "")
 
 
 # -- building ---------------------------------------------------------------------------------------------------------

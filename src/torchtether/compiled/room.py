@@ -13,7 +13,7 @@ import torch
 
 from .._interruptions import renewed_after_fork
 from .._warnings import warn
-from ..torch_private.observers import WATCHED
+from ..torch_private.observers import WATCHED, past_modes
 from ..torch_private.tensors import any_requires_grad, empty_on_cpu, impl_id
 from .digest import digest_of
 
@@ -82,7 +82,9 @@ def _load() -> tuple[ModuleType | None, str]:
 
 def _bind(module: ModuleType) -> str:
     """Give the module the functions of torch that it calls; return its level. Raise ImportError if they do not fit."""
-    given = torch.empty(7, device="cpu", dtype=torch.float32)[1:].view(2, 3)
+    with past_modes():  # the first use may be in a graph that is compiled
+        given = torch.empty(7, device="cpu", dtype=torch.float32)[1:].view(2, 3)
+        address = given.data_ptr()
     modes, level, casts, traces = WATCHED
     objects = {
         "tensor": torch.Tensor,
@@ -103,7 +105,7 @@ def _bind(module: ModuleType) -> str:
     beside = os.path.join(os.path.dirname(torch.__file__), "lib", "")
     for library in (*_LIBRARIES, *(beside + name for name in _LIBRARIES)):  # for a loaded library its name is enough
         try:
-            found: str = module.bind(library, objects, impl_id(given), given.data_ptr(), vectors)
+            found: str = module.bind(library, objects, impl_id(given), address, vectors)
             return found
         except ImportError as failed:
             error = error or failed

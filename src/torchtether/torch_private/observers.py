@@ -9,6 +9,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import overrides
+from torch.utils import _python_dispatch
 
 
 def is_direct() -> bool:
@@ -51,6 +52,10 @@ def is_observed() -> bool:
 def is_autocasting(device: torch.device) -> bool:
     """Return whether autocast casts arguments on ``device``; torch raises an error for types that have none (meta)."""
     return _is_autocasting() and torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
+
+
+past_modes = _python_dispatch._disable_current_modes
+"""A context manager in which no mode sees ops, so that tensors are real while a compiler runs ops on fake ones."""
 
 
 _forward_ad = torch.autograd.forward_ad
