@@ -190,9 +190,8 @@ template <class Sum, class T, class Add> inline void add_tiles(Add add, int sums
 
 }  // namespace emulated
 
-#define LANE_BY_LANE(T, R, operation) emulated::each<T, R>([](T a, T b) -> T { return operation; }, x, y)
 #define BINARY(name, T, R, operation) \
-    inline R emulated_##name(R x, R y) { return LANE_BY_LANE(T, R, operation); }
+    inline R emulated_##name(R x, R y) { return emulated::each<T, R>([](T a, T b) -> T { return operation; }, x, y); }
 #define SHIFT(name, T, operation) \
     inline __m512i emulated_##name(__m512i x, int n) { return emulated::each<T, __m512i>([n](T a) -> T { return operation; }, x); }
 BINARY(add_epi32, uint32_t, __m512i, a + b)

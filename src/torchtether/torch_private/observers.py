@@ -57,7 +57,6 @@ def is_autocasting(device: torch.device) -> bool:
 past_modes = _python_dispatch._disable_current_modes
 """A context manager in which no mode sees ops, so that tensors are real while a compiler runs ops on fake ones."""
 
-
 _forward_ad = torch.autograd.forward_ad
 _count_modes = torch._C._len_torch_dispatch_stack
 _level = torch._C._functorch.maybe_current_level

@@ -28,8 +28,8 @@ bool has_levels(const Layout& L, int dtype) {
 
 // Rows of inputs, in the order that codes need.
 struct LevelInputs {
-    bool in_place, takes_rests;  // whether codes are multiplied where they lie; whether what follows a row is left out
-    bool adds_low, adds_after;   // to levels; what is not added to them is multiplied with sums
+    bool in_place, takes_rests;   // whether codes are multiplied where they lie; whether rows may end within a vector
+    bool adds_low, adds_after;    // to levels; what is not added to them is multiplied with sums
     int64_t together = 1;         // rows of levels that are multiplied together
     int64_t each = 1;             // how many of a row's sums share a scale
     int64_t count = 0, wide = 0;  // sums of a row, from one row to the next
