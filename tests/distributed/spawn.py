@@ -101,6 +101,7 @@ def _work(pipe, rank, world, folder, timeout, function, args):
     import torch.distributed as dist
 
     stacks = _stacks(folder, rank).open("w")
+    faulthandler.enable(file=stacks)
     faulthandler.dump_traceback_later(timeout / 2, file=stacks)  # also if this process began late
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -126,8 +127,13 @@ def _work(pipe, rank, world, folder, timeout, function, args):
 
 
 def _stacks(folder, rank):
-    """Return the file to which a rank that hangs writes the stacks of its threads."""
+    """Return the file to which a rank that hangs or receives a fatal signal writes the stacks of its threads."""
     return folder / f"stacks{rank}"
+
+
+def _written(folder, ranks):
+    files = [_stacks(folder, rank) for rank in ranks] if folder else []
+    return "\n".join(f"{file.name}:\n{file.read_text()}" for file in files if file.exists())
 
 
 def _collect(processes, readers, timeout, dies, folder=None):
@@ -149,7 +155,7 @@ def _collect(processes, readers, timeout, dies, folder=None):
                     answers[rank] = None
                     continue
                 text = f"rank {rank} of {world} died with exit code {processes[rank].exitcode}"
-                is_good, answer = False, (None, text)
+                is_good, answer = False, (None, f"{text}\n{_written(folder, [rank])}")
             if is_good:
                 answers[rank] = answer
             else:
@@ -162,7 +168,5 @@ def _collect(processes, readers, timeout, dies, folder=None):
         raise (said if error is None else error) from (None if error is None else said)
     silent = [rank for rank in range(world) if rank not in answers]
     if silent:
-        stacks = [_stacks(folder, rank) for rank in silent] if folder else []
-        text = "\n".join(f"{file.name}:\n{file.read_text()}" for file in stacks if file.exists())
-        raise RankError(f"ranks {silent} of {world} gave no answer in {timeout} s\n{text}")
+        raise RankError(f"ranks {silent} of {world} gave no answer in {timeout} s\n{_written(folder, silent)}")
     return [answers[rank] for rank in range(world)]

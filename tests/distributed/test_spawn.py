@@ -1,6 +1,7 @@
 """The helper that runs ranks reports results, errors, deaths and hangs, and in time."""
 
 import os
+import signal
 import time
 
 import pytest
@@ -29,6 +30,12 @@ def _dies(rank):
     return dist.get_rank()
 
 
+def _faults(rank):
+    if dist.get_rank() == rank:
+        os.kill(os.getpid(), signal.SIGSEGV)
+    return dist.get_rank()
+
+
 def _hangs():
     if dist.get_rank() == 0:
         time.sleep(600)
@@ -52,6 +59,11 @@ def test_an_error_of_one_rank_is_the_tests_error():
 def test_a_death_is_told():
     with pytest.raises(RankError, match="rank 1 of 2 died with exit code 7"):
         spawn(_dies, 2, 1)
+
+
+def test_a_fatal_signal_shows_where():
+    with pytest.raises(RankError, match=r"rank 1 of 2 died with exit code -11\nstacks1:\nFatal(?s:.*)in _faults"):
+        spawn(_faults, 2, 1)
 
 
 @pytest.mark.slow
