@@ -5,11 +5,14 @@ Processes are forked from a server that has imported PRELOADED once, so that a g
 
 import faulthandler
 import multiprocessing
+import os
 import pickle
+import signal
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -102,7 +105,7 @@ def _work(pipe, rank, world, folder, timeout, function, args):
 
     stacks = _stacks(folder, rank).open("w")
     faulthandler.enable(file=stacks)
-    faulthandler.dump_traceback_later(timeout / 2, file=stacks)  # also if this process began late
+    faulthandler.register(signal.SIGUSR1, file=stacks)
     torch.set_num_threads(1)
     torch.manual_seed(0)
     try:
@@ -134,6 +137,14 @@ def _stacks(folder, rank):
 def _written(folder, ranks):
     files = [_stacks(folder, rank) for rank in ranks] if folder else []
     return "\n".join(f"{file.name}:\n{file.read_text()}" for file in files if file.exists())
+
+
+def _ask_for_stacks(processes):
+    """Let processes that hang write where they are. A watchdog that reads the stacks of running code may crash it."""
+    for process in processes:
+        with suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGUSR1)
+    time.sleep(1)
 
 
 def _collect(processes, readers, timeout, dies, folder=None):
@@ -168,5 +179,6 @@ def _collect(processes, readers, timeout, dies, folder=None):
         raise (said if error is None else error) from (None if error is None else said)
     silent = [rank for rank in range(world) if rank not in answers]
     if silent:
+        _ask_for_stacks([processes[rank] for rank in silent])
         raise RankError(f"ranks {silent} of {world} gave no answer in {timeout} s\n{_written(folder, silent)}")
     return [answers[rank] for rank in range(world)]
