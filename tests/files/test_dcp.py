@@ -18,15 +18,16 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import torchtether as tt
 from tests.distributed.spawn import spawn
 from torchtether.files import DcpFile, Store
+from torchtether.files.dcp import MOST_OPEN
 from torchtether.geometry.views import View
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int8, torch.bool, torch.float64, torch.complex64)
 
 
-def save(state, folder):
+def save(state, folder, single_file=True):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # that it is in a single process
-        dcp.save(state, checkpoint_id=folder, no_dist=True)
+        dcp.save(state, storage_writer=dcp.FileSystemWriter(folder, single_file_per_rank=single_file), no_dist=True)
 
 
 def values(dtype, *shape):
@@ -186,6 +187,24 @@ def test_mutated_bytes_give_tensors_or_one_error(valid, tmp_path_factory, data):
     except tt.CheckpointError as error:
         assert "copy" in str(error)
         assert "\n" not in str(error)
+
+
+def test_there_may_be_more_files_than_a_process_may_open(tmp_path):
+    """A checkpoint of a thousand ranks has a thousand files."""
+    limits = pytest.importorskip("resource")
+    state = {f"t{i}": torch.full((2, 3), float(i)) for i in range(MOST_OPEN + 100)}
+    save(state, tmp_path / "folder", single_file=False)
+    assert len(list((tmp_path / "folder").glob("*.distcp"))) == len(state)
+    soft, hard = limits.getrlimit(limits.RLIMIT_NOFILE)
+    with open(tmp_path / "last", "wb") as file:
+        last = file.fileno()
+    with tt.open(tmp_path / "folder") as checkpoint:
+        limits.setrlimit(limits.RLIMIT_NOFILE, (last + MOST_OPEN + 50, hard))
+        try:
+            assert all(torch.equal(checkpoint[name], wanted) for name, wanted in state.items())
+            assert all(torch.equal(checkpoint[name], wanted) for name, wanted in state.items())
+        finally:
+            limits.setrlimit(limits.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_the_state_of_an_optimizer_is_apart(tmp_path):

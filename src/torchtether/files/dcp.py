@@ -40,6 +40,9 @@ METADATA = ".metadata"
 OPTIMIZER = "torchtether.optimizer."
 """The prefix of the keys under which torchtether stores the state of an optimizer."""
 
+MOST_OPEN = 256
+"""How many files of a folder stay open; a process may often open 1024, and there may be one for each of more ranks."""
+
 _LIMIT = 2**30  # bytes of a .metadata file; one for 10,000 tensors on 1,000 ranks has some hundred million
 
 
@@ -209,39 +212,54 @@ class DcpFile(TensorFile):
                     if chunk.held is not None:
                         wanted[:] = chunk.held[inner : inner + len(wanted)]
                     else:
-                        self._fill_all(self._file(chunk.file, key), [(key, wanted)], place + inner, chunk.file)
+                        with self._file(chunk.file, key) as descriptor:
+                            self._fill_all(descriptor, [(key, wanted)], place + inner, chunk.file)
 
-    def _file(self, file: str, key: str) -> int:
-        with self._lock:
-            if file not in self._open:
-                try:
-                    self._open[file] = open_file(self._folder / file)
-                except OSError as error:
-                    self._fail(f"{file} cannot be read: {error.strerror}", key)
-            return self._open[file]
+    @contextlib.contextmanager
+    def _file(self, file: str, key: str) -> Iterator[int]:
+        """Open ``file``; the first MOST_OPEN stay open until ``close``."""
+        descriptor = self._open.get(file)
+        is_kept = descriptor is not None
+        if descriptor is None:
+            try:
+                descriptor = open_file(self._folder / file)
+            except OSError as error:
+                self._fail(f"{file} cannot be read: {error.strerror}", key)
+            with self._lock:
+                if len(self._open) < MOST_OPEN:  # else, or if another thread was faster, it is closed after use
+                    is_kept = self._open.setdefault(file, descriptor) == descriptor
+        try:
+            yield descriptor
+        finally:
+            if not is_kept:
+                os.close(descriptor)
 
     def _place(self, chunk: _Chunk, key: str) -> int:
         """Return the byte of the file at which the values of ``chunk`` begin, from the pickle in front of them."""
         if chunk.place is None:
-            where = f"{self._folder}: {key}"
-            source = _Slice(self._file(chunk.file, key), chunk.start, chunk.nbytes)
-            try:
-                found = load_to_meta(source, name=where)
-                storage = checkpoint_offset_of(found.untyped_storage())
-                place = storage + found.storage_offset() * found.element_size()
-            except CheckpointError:
-                raise
-            except Exception as error:
-                words = " ".join(str(error).split())[:200]
-                raise CheckpointError(f"its chunk in {chunk.file} cannot be read: {words}", name=where) from None
-            is_there = place + found.nbytes <= chunk.nbytes and found.untyped_storage().nbytes() >= found.nbytes
-            if (tuple(found.shape), found.dtype) != (chunk.sizes, self._dtypes[key]) or not is_there:
-                raise CheckpointError(f"its chunk in {chunk.file} differs from {METADATA}", name=where)
-            if not found.is_contiguous():
-                source.seek(0)
-                chunk.held = memory_of(torch.load(cast(Any, source), weights_only=True).contiguous())
-            chunk.place = chunk.start + place
+            with self._file(chunk.file, key) as descriptor:
+                self._find_place(chunk, key, _Slice(descriptor, chunk.start, chunk.nbytes))
+        assert chunk.place is not None
         return chunk.place
+
+    def _find_place(self, chunk: _Chunk, key: str, source: _Slice) -> None:
+        where = f"{self._folder}: {key}"
+        try:
+            found = load_to_meta(source, name=where)
+            storage = checkpoint_offset_of(found.untyped_storage())
+            place = storage + found.storage_offset() * found.element_size()
+        except CheckpointError:
+            raise
+        except Exception as error:
+            words = " ".join(str(error).split())[:200]
+            raise CheckpointError(f"its chunk in {chunk.file} cannot be read: {words}", name=where) from None
+        is_there = place + found.nbytes <= chunk.nbytes and found.untyped_storage().nbytes() >= found.nbytes
+        if (tuple(found.shape), found.dtype) != (chunk.sizes, self._dtypes[key]) or not is_there:
+            raise CheckpointError(f"its chunk in {chunk.file} differs from {METADATA}", name=where)
+        if not found.is_contiguous():
+            source.seek(0)
+            chunk.held = memory_of(torch.load(cast(Any, source), weights_only=True).contiguous())
+        chunk.place = chunk.start + place
 
     def close(self) -> None:
         """Close the files: nothing can be read afterwards."""
