@@ -11,6 +11,7 @@ import torchtether as tt
 from torchtether.errors import CheckpointError
 from torchtether.files.opening import BESIDE, open_file, read_file
 
+resource = pytest.importorskip("resource")
 pytestmark = pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no FIFOs here")
 
 STATE = {f"w{i}": torch.full((64,), float(i)) for i in range(3)}
@@ -53,6 +54,19 @@ def test_a_file_of_several_that_is_none(tmp_path, make, name):
     make(tmp_path / name)
     refused(tmp_path, "not a regular file|does not exist|holds no safetensors file")
     refused(tmp_path / name if name.endswith("index.json") else tmp_path, "not a regular file|does not exist")
+
+
+def test_more_shards_than_a_process_may_open_are_refused_with_advice(tmp_path):
+    tt.save({f"w{i}": torch.ones(64) for i in range(20)}, tmp_path, max_shard_size=256)
+    with open(tmp_path / "model.safetensors.index.json", "rb") as file:
+        last = file.fileno()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (last + 10, hard))
+    try:
+        refused(tmp_path, "Too many open files. Raise the limit of this process")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    tt.open(tmp_path).close()
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import math
 import mmap
 import os
@@ -68,8 +69,9 @@ class TensorFile(Closing):
         self._map: mmap.mmap | None = None
         try:
             self._descriptor = open_file(path)
-        except OSError as error:
-            raise CheckpointError(f"cannot be read: {error.strerror}", name=self.name) from None
+        except OSError as error:  # a checkpoint may have more shards than the process may open
+            fix = "Raise the limit of this process (ulimit -n)." if error.errno == errno.EMFILE else ""
+            raise CheckpointError(f"cannot be read: {error.strerror}", name=self.name, fix=fix) from None
         try:
             self._size = os.fstat(self._descriptor).st_size
             self.header: Header = self._parse()
