@@ -82,7 +82,7 @@ def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
     if bits == 8:
         return packed[..., :count]
     packed = packed[..., : packed_size(count, bits)]
-    if bits in (1, 2, 4) and _VIEWABLE:
+    if bits in (1, 2, 4) and _VIEWABLE and not _is_for_onnx():
         return _spread(packed, bits)[..., :count]
     groups = (count + 7) // 8
     octets = F.pad(packed, (0, groups * bits - packed.shape[-1])).unflatten(-1, (groups, bits))
@@ -92,6 +92,11 @@ def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
     mask = (1 << bits) - 1
     fields = [((word >> (bits * i)) & mask).to(torch.uint8) for i in range(8)]
     return torch.stack(fields, -1).flatten(-2)[..., :count]
+
+
+def _is_for_onnx() -> bool:
+    """Return whether ``torch.onnx.export`` traces this: ONNX has no views as another dtype."""
+    return torch.compiler.is_exporting() and torch.onnx.is_in_onnx_export()
 
 
 def _spread(packed: Tensor, bits: int) -> Tensor:
