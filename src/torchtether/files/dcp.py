@@ -238,16 +238,17 @@ class DcpFile(TensorFile):
         """Return the byte of the file at which the values of ``chunk`` begin, from the pickle in front of them."""
         if chunk.place is None:
             with self._file(chunk.file, key) as descriptor:
-                self._find_place(chunk, key, _Slice(descriptor, chunk.start, chunk.nbytes))
-        assert chunk.place is not None
+                source = _Slice(descriptor, chunk.start, chunk.nbytes)
+                chunk.place = chunk.start + self._place_within(source, chunk, key)
         return chunk.place
 
-    def _find_place(self, chunk: _Chunk, key: str, source: _Slice) -> None:
+    def _place_within(self, source: _Slice, chunk: _Chunk, key: str) -> int:
+        """Return the byte of the archive at which its values begin; hold values that are not in row-major order."""
         where = f"{self._folder}: {key}"
         try:
             found = load_to_meta(source, name=where)
             storage = checkpoint_offset_of(found.untyped_storage())
-            place = storage + found.storage_offset() * found.element_size()
+            place: int = storage + found.storage_offset() * found.element_size()
         except CheckpointError:
             raise
         except Exception as error:
@@ -259,7 +260,7 @@ class DcpFile(TensorFile):
         if not found.is_contiguous():
             source.seek(0)
             chunk.held = memory_of(torch.load(cast(Any, source), weights_only=True).contiguous())
-        chunk.place = chunk.start + place
+        return place
 
     def close(self) -> None:
         """Close the files: nothing can be read afterwards."""
