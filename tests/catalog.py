@@ -174,6 +174,12 @@ SAMPLES: dict[str, Sample] = {
     "_convolution.deprecated": _call(
         rand(1, ROWS // 4, 70), _cube, None, [1], [0], [1], False, [0], 1, False, False, False
     ),
+    "conv1d": _call(rand(1, ROWS // 4, 70), _cube),
+    "conv2d": _call(rand(1, 4, 6, 70), _image),
+    "conv3d": _call(rand(1, 4, 1, 6, 70), lambda w: _image(w).unsqueeze(2)),
+    "conv_transpose1d": _call(rand(1, 4, 5), _cube),
+    "conv_transpose2d": _call(rand(1, 1, 3, 3), _image),
+    "conv_transpose3d": _call(rand(1, 1, 1, 3, 3), lambda w: _image(w).unsqueeze(2)),
     "mkldnn_rnn_layer": _call(
         rand(3, 2, COLUMNS),
         W,

@@ -23,6 +23,7 @@ LARGE = 64 * 2**20
 
 MATMULS = """
     mm addmm bmm baddbmm mv addmv dot vdot linear matmul convolution _convolution addr addbmm mkldnn_rnn_layer
+    conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d
     _trilinear
 """.split()
 """Products, the purpose of a weight: they never warn."""
