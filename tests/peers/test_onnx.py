@@ -23,7 +23,7 @@ class Model(nn.Module):
         super().__init__()
         self.emb = nn.Embedding(width, width)
         self.mid = nn.ModuleList(nn.Linear(width, width) for _ in schemes)
-        self.conv = nn.Conv1d(width, width, 3, padding="same", groups=width)
+        self.conv = nn.Conv1d(width, width, 3, padding=1, groups=width)
         self.head = nn.Linear(width, width, bias=False)
         self.head.weight = self.emb.weight
 
