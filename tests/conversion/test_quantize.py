@@ -391,6 +391,20 @@ def test_quantizing_again_keeps_what_shares_memory_together(share, first, second
     assert not model.alias.dequantize().any()
 
 
+def test_codes_that_take_more_memory_than_values_warn():
+    def model():
+        return nn.Sequential(nn.Conv2d(64, 64, 3), nn.Conv1d(256, 256, 1), nn.Linear(256, 256)).bfloat16()
+
+    words = r"quantization makes 0\.weight, 1\.weight larger \(0\.weight: 86,016 bytes instead of 73,728, in rows of 3"
+    with pytest.warns(UserWarning, match=words):
+        made = tt.quantize(model(), {"*.weight": "int8"})
+    assert made[0].weight.nbytes == 86_016
+    with pytest.warns(UserWarning, match=words):  # planned as codes, with masters beside them
+        tt.quantize(model(), {"*.weight": "int8"}, master=torch.float32)
+    tt.quantize(model(), {"*.weight": "nf4"})
+    tt.quantize(model(), "int8")
+
+
 def test_progress_is_told_of_what_is_encoded(capsys):
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 32, bias=False), torch.nn.Linear(64, 8))
     model[2].weight, seen = model[0].weight, []

@@ -9,14 +9,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from .._checks import describe_some
+from .._warnings import warn
 from ..errors import ArgumentError, RuleError, SchemeError, TetherError
-from ..schemes import Scheme, resolve
+from ..schemes import Mastered, Scheme, resolve
 from ..ties.names import is_sharded, named_tensors, nearest
 from ..torch_private.modules import parameters_of
 from ..weights.spec import Tie, order_of
 from ..weights.weight import Weight
 
 _EXCLUDE = "Exclude it with a rule of None."
+
+_SMALL = 2**16
+"""Bytes of a tensor whose growth is no loss."""
 
 Rules = Scheme | str | Mapping[str, Scheme | str | None] | None
 """``None``; a scheme or its name, for every ``nn.Linear`` and experts; or globs over names, whose first match wins."""
@@ -59,7 +64,24 @@ def schemes_for(model: nn.Module, rules: Rules, ties: Iterable[Tie], *, argument
             if tie is not None and not scheme.transparent:
                 _check_aliases(tie, tensors, scheme)
             chosen[owner] = scheme
+    _warn_of_growth({name: (tensors[name], scheme) for name, scheme in chosen.items()})
     return chosen
+
+
+def _warn_of_growth(chosen: Mapping[str, tuple[Tensor, Scheme]]) -> None:
+    """Warn of tensors whose parts take more bytes than their values: most often, rows of convolutions are short."""
+    grown = {}
+    for name, (tensor, scheme) in chosen.items():
+        coded = scheme.scheme if isinstance(scheme, Mastered) else scheme  # a master takes memory on purpose
+        plain, nbytes = tensor.numel() * tensor.dtype.itemsize, coded.nbytes(tuple(tensor.shape), tensor.dtype)
+        if nbytes > plain >= _SMALL:
+            grown[name] = f"{nbytes:,} bytes instead of {plain:,}, in rows of {tensor.shape[-1]}"
+    if grown:
+        first = next(iter(grown))
+        warn(
+            f"quantization makes {describe_some(list(grown))} larger ({first}: {grown[first]}): scales are per row, "
+            f"or per block of one, along the last dimension. {_EXCLUDE} Blocks of nf4 and fp4 go on in the next row."
+        )
 
 
 def _of_products(model: nn.Module, scheme: Scheme) -> dict[str, Scheme | None]:
