@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -407,6 +408,28 @@ def test_the_number_of_threads_changes_no_product(row):
 
 
 # -- what stands in the way is left to the general path ---------------------------------------------------------------
+
+
+@each_laid_out
+def test_a_function_in_the_place_of_torch_s_sees_each_product_once(row, monkeypatch):
+    """Tools that count operations (calflops, DeepSpeed's profiler) put functions of their own under torch's names."""
+    monkeypatch.setattr(product_module, "SCRATCH", 2**14)  # so that the larger weight is decoded in pieces
+    monkeypatch.setattr(product_module, "CACHED", 2**14)
+    calls = []
+    for place, name in ((F, "linear"), (torch, "matmul"), (torch.Tensor, "matmul"), (torch, "mm"), (torch, "addmm")):
+        called = getattr(place, name)
+        counted = lambda *args, called=called, **kwargs: calls.append(called) or called(*args, **kwargs)  # noqa: E731
+        monkeypatch.setattr(place, name, counted)
+    for rows, dtype, count in product((24, 600), (torch.bfloat16, torch.float32), (1, 64)):
+        frozen, x = weight_of(row.scheme, rows, dtype=dtype), rand(2, count, 256).to(dtype)
+        weights = [frozen, frozen.detach().requires_grad_()]
+        if row.scheme == tt.int8():
+            weights.append(tt.Weight(frozen.parts, frozen.spec.replace(activations="int8")))
+        for weight, given in product(weights, (x, x.clone().requires_grad_())):
+            calls.clear()
+            F.linear(given, weight)
+            torch.matmul(given, weight.t())
+            assert calls == [torch._C._nn.linear, torch._C._VariableFunctions.matmul], (rows, dtype, count, calls)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # forward AD imports torch.jit

@@ -45,9 +45,9 @@ def matrix_product(op: Any, *args: Any, **kwargs: Any) -> Tensor | None:
     if torch.compiler.is_compiling():
         made = in_graph(x, base, bias, is_gradient)
         if made is None and base.spec.activations is not None and not is_gradient:
-            return rounded_linear(torch.nn.functional.linear, x, base, bias)
+            return rounded_linear(x, base, bias)
         return made
     if is_gradient:
         return gradient(x, base)
     made = None if is_observed() else by_parts(base, x, bias)
-    return decoded_linear(torch.nn.functional.linear, x, base, bias) if made is None else made
+    return decoded_linear(x, base, bias) if made is None else made

@@ -118,9 +118,7 @@ def _one(rows: Tensor, base: Weight, group: int, is_transposed: bool, scratch: T
         if made is not None:
             return made
     if layout is None or scratch is None or matrix.spec.activations is not None:
-        return (
-            decoded_linear(torch.nn.functional.linear, rows, matrix, None) if is_transposed else gradient(rows, matrix)
-        )
+        return decoded_linear(rows, matrix, None) if is_transposed else gradient(rows, matrix)
     decode, (count, columns) = decoder(matrix), matrix.shape
     product = partial(chunks.linear, rows, None) if is_transposed else partial(chunks.product, rows)
     return product(count, columns, rows_at_once(matrix) or count, lambda start, stop, _: decode(start, stop, scratch))

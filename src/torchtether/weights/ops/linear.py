@@ -46,7 +46,7 @@ def linear(op: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None) -
             SHORTCUTS[op] = cpu.shortcut_linear  # for the next call
             return made
     input, bias = (t.values_of() if isinstance(t, Weight) else t for t in (input, bias))  # type: ignore[assignment]
-    return decoded_linear(op, input, weight, bias)
+    return decoded_linear(input, weight, bias)
 
 
 def _under_autocast(op: Any, input: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
@@ -87,7 +87,7 @@ class _FrozenLinear(torch.autograd.Function):
         ctx.save_for_backward(weight.detach())  # so that the graph does not keep the Parameter from being exchanged
         made = by_parts(weight, input, bias)
         if made is None:
-            made = decoded_linear(torch.nn.functional.linear, input, weight, bias)
+            made = decoded_linear(input, weight, bias)
         return aten._unsafe_view(made, made.shape) if made._is_view() else made  # ops in place refuse a Function's view
 
     @staticmethod

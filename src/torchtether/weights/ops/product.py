@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 
 from ...errors import UnsupportedOpError
 from ...geometry.views import Shape
@@ -127,17 +128,17 @@ def layout_below_columns(weight: Weight) -> Layout | None:
     return layout_of(scheme.scheme, spec.shape)
 
 
-def decoded_linear(op: Any, input: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
+def decoded_linear(input: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
     if weight.spec.activations is not None:
-        return rounded_linear(op, input, weight, bias)
+        return rounded_linear(input, weight, bias)
     step = rows_at_once(weight)
     if step is None or input.dtype is not weight.dtype or is_autocasting(input.device):
-        return plain_linear(op, input, weight.values_of(), bias)
+        return plain_linear(linear, input, weight.values_of(), bias)
     with as_plain():
         return chunks.linear(input, bias, weight.shape[0], weight.shape[1], step, decoder(weight))
 
 
-def rounded_linear(op: Any, x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
+def rounded_linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
     """Return the product of rounded inputs, for calls that no kernel takes; no autograd graph is recorded.
 
     The product is rounded once, at the end; on processors with fast 16-bit products, and on GPUs, it is also rounded
@@ -154,20 +155,20 @@ def rounded_linear(op: Any, x: Tensor, weight: Weight, bias: Tensor | None) -> T
     exact = weight.map(same, weight.spec.replace(activations=None))
     if is_converted:
         x = rounding.rounded(x, kind) if fits else x  # torch promotes, or raises its own error
-        return plain_linear(op, x, exact.values_of(), bias)
+        return plain_linear(linear, x, exact.values_of(), bias)
     units, scale = rounding.units_of(x, kind)
     if chunks.is_slow(x) or x.dtype is torch.float16:  # sums of float16, not scaled yet, may be infinite
         units, wide = units.float(), exact.to(torch.float32)
         assert isinstance(wide, Weight)
         exact = wide
-    return rounding.scaled(_unrounded(op, units, exact), scale, x.dtype, bias)
+    return rounding.scaled(_unrounded(units, exact), scale, x.dtype, bias)
 
 
-def _unrounded(op: Any, x: Tensor, weight: Weight) -> Tensor:
+def _unrounded(x: Tensor, weight: Weight) -> Tensor:
     if torch.compiler.is_compiling():
-        return plain_linear(op, x, weight.values_of(), None)
+        return plain_linear(linear, x, weight.values_of(), None)
     made = None if is_observed() else by_parts(weight, x, None)
-    return decoded_linear(op, x, weight, None) if made is None else made
+    return decoded_linear(x, weight, None) if made is None else made
 
 
 def rows_at_once(weight: Weight) -> int | None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
+from torch import Tensor, addmm, mm
+from torch.nn.functional import linear as whole
 
 from ...torch_private.observers import is_observed
 from . import table
@@ -25,7 +26,7 @@ def linear(x: Tensor, bias: Tensor | None, rows: int, columns: int, step: int, d
     for start in range(0, rows, step):
         stop = min(start + step, rows)
         some = decode(start, stop, scratch)
-        outs.append(torch.nn.functional.linear(x, some, None if bias is None else bias[start:stop]))
+        outs.append(whole(x, some, None if bias is None else bias[start:stop]))
     return torch.cat(outs, dim=-1)
 
 
@@ -40,9 +41,9 @@ def in_place(x: Tensor, bias: Tensor | None, rows: int, columns: int, step: int,
     for start in range(0, rows, step):
         stop = min(start + step, rows)
         if bias is None:
-            torch.mm(inputs, decode(start, stop, None).t(), out=made[:, start:stop])
+            mm(inputs, decode(start, stop, None).t(), out=made[:, start:stop])
         else:
-            torch.addmm(bias[start:stop], inputs, decode(start, stop, None).t(), out=made[:, start:stop])
+            addmm(bias[start:stop], inputs, decode(start, stop, None).t(), out=made[:, start:stop])
     return out
 
 
