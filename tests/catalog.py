@@ -451,6 +451,7 @@ FUNCTIONS: dict[Any, Sample] = {
         *(rand(ROWS, ROWS), rand(ROWS)),
         **{"use_separate_proj_weight": True, "q_proj_weight": rand(ROWS, ROWS), "k_proj_weight": W, "v_proj_weight": W},
     ),
+    **{getattr(torch, name): call for name, call in SAMPLES.items() if name.startswith("conv") and name[-1] in "nd"},
     torch.lstm: _call(_TOKENS, [rand(1, 2, 4)] * 2, [W, rand(16, 4)], *_RECURRENT),
     torch.gru: _call(_TOKENS, rand(1, 2, 5), [lambda w: w[:15], rand(15, 5)], *_RECURRENT),
     **dict.fromkeys((torch.rnn_tanh, torch.rnn_relu), _call(_TOKENS, rand(1, 2, 16), [W, rand(16, 16)], *_RECURRENT)),

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 import torchtether as tt
-from tests.catalog import SCHEMES, each_scheme, few_schemes, rand
+from tests.catalog import FUNCTIONS, SCHEMES, each_scheme, few_schemes, rand, sample
 from torchtether.geometry.views import contiguous_stride
 from torchtether.weights import graph_cache_key as _code
 from torchtether.weights.graph_cache_key import digest_of_code
@@ -448,6 +448,25 @@ def test_a_trace_computes_what_the_module_does_or_says_why_not(row):
     model.requires_grad_(False)
     traced = torch.jit.trace(model, index)
     torch.testing.assert_close(traced(other), model(other))
+
+
+@pytest.mark.filterwarnings("ignore")  # sizes become constants; linear_cross_entropy is a prototype
+@pytest.mark.parametrize(
+    "function", [f for f in FUNCTIONS if f.__name__ in dir(torch) + dir(F)], ids=lambda f: f.__name__
+)
+def test_a_trace_follows_the_inputs_of_a_function(function):
+    args, kwargs = sample(function)(weight_of())
+    place = next((i for i, a in enumerate(args) if type(a) is torch.Tensor and a.is_floating_point()), None)
+    if place is None:
+        return
+
+    def call(x):
+        made = function(*args[:place], x, *args[place + 1 :], **kwargs)
+        return made[0] if isinstance(made, tuple) else made
+
+    with torch.no_grad():
+        traced = torch.jit.trace(call, args[place], check_trace=False)
+        torch.testing.assert_close(traced(args[place] + 1), call(args[place] + 1))
 
 
 def test_a_weight_is_expanded_by_leading_ones_only():

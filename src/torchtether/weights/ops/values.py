@@ -11,10 +11,12 @@ from torch import Tensor
 from ..._warnings import warn
 from ...errors import UnsupportedOpError
 from ...torch_private.dispatching import has_kernel, schema_of, tree_map_only
+from ...torch_private.observers import is_tracing
 from ...torch_private.tensors import as_plain
 from ..dispatch import FOLDS, rule
 from ..weight import Weight
 from .below_autograd import matrix_product
+from .product import traced
 
 aten = torch.ops.aten
 
@@ -138,6 +140,21 @@ def classified(op: Any, *args: Any, **kwargs: Any) -> Any:
     """Compute the logits as a product; on the decoded values with ``options``, for which torch has ops of its own."""
     if kwargs.get("options") is not None:
         return decoded(op, *args, **kwargs)
+    with as_plain():
+        return op(*args, **kwargs)
+
+
+CONVOLUTIONS = (
+    *(torch.conv1d, torch.conv2d, torch.conv3d, torch.conv_transpose1d, torch.conv_transpose2d),
+    *(torch.conv_transpose3d, torch.convolution),
+)
+
+
+@rule(*CONVOLUTIONS, kind="decoded")
+def convolution(op: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run it; on constants in a trace, which does not record the op itself, and so would hold its result."""
+    if is_tracing():
+        args, kwargs = tree_map_only(Weight, traced, (args, kwargs))
     with as_plain():
         return op(*args, **kwargs)
 
