@@ -490,3 +490,37 @@ def test_the_gradient_of_a_product_of_all_values_is_refused():
     weight = torch.nn.Parameter(_weight(tt.int8()))
     with pytest.raises(tt.UnsupportedOpError, match="share its storage"):
         weight.prod().backward()
+
+
+def _batch_of_gradients(m, x):
+    made = m(x)
+    return torch.vmap(lambda v: torch.autograd.grad(made, x, v, retain_graph=True)[0])(
+        torch.ones(3, 1, 1).expand(3, 4, 16)
+    )
+
+
+_BATCHES = {
+    "dim 1": lambda m, w, x: torch.vmap(m, in_dims=1)(x.transpose(0, 1)),
+    "transposed": lambda m, w, x: torch.vmap(m)(x.transpose(0, 1)),
+    "repeated": lambda m, w, x: torch.vmap(m)(x[:1].expand_as(x)),
+    "nested": lambda m, w, x: torch.vmap(torch.vmap(m), in_dims=1)(x),
+    "gradient of a sum": lambda m, w, x: torch.vmap(torch.func.grad(lambda y: m(y).sum()))(x),
+    "graph from outside": lambda m, w, x: _batch_of_gradients(m, x[0].clone().requires_grad_()),
+    "jvp": lambda m, w, x: torch.vmap(lambda y: torch.func.jvp(m, (y,), (y,))[1], in_dims=1)(x),
+    "hessian": lambda m, w, x: torch.func.hessian(lambda y: m(y).tanh().sum())(x[0]),
+    "weight second": lambda m, w, x: torch.vmap(lambda y: y @ w.t(), in_dims=1)(x),
+    "weight first": lambda m, w, x: torch.vmap(lambda y: w @ y)(x.transpose(1, 2).contiguous()),
+}
+
+
+@few_schemes
+@pytest.mark.parametrize("call", _BATCHES.values(), ids=list(_BATCHES))
+def test_batches_of_any_order_meet_a_frozen_weight(row, call):
+    torch.manual_seed(0)
+    plain = torch.nn.Linear(64, 16)
+    weight = tt.Weight.encode(plain.weight, row.scheme)
+    plain.weight.data = weight.dequantize()
+    held = torch.nn.Linear(64, 16)
+    held.weight, held.bias = torch.nn.Parameter(weight, requires_grad=False), plain.bias
+    x = torch.randn(3, 4, 64)
+    torch.testing.assert_close(call(held, held.weight, x), call(plain, plain.weight, x), rtol=1e-4, atol=1e-4)

@@ -49,6 +49,11 @@ def is_observed() -> bool:
     return _count_modes() > 0 or _level() is not None or _forward_ad._current_level >= 0 or is_tracing()
 
 
+def is_transforming() -> bool:
+    """Return whether a transform of ``torch.func`` is active; those of batches see tensors without their batches."""
+    return _level() is not None
+
+
 def is_autocasting(device: torch.device) -> bool:
     """Return whether autocast casts arguments on ``device``; torch raises an error for types that have none (meta)."""
     return _is_autocasting() and torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...geometry.blocks import STOCK
-from ...torch_private.observers import is_autocasting, is_observed, is_tracing
+from ...torch_private.observers import is_autocasting, is_observed, is_tracing, is_transforming
 from ...torch_private.tensors import as_plain
 from ..dispatch import FOLDS, PRODUCTS, SHORTCUTS, rule
 from ..products import cpu, rounding
@@ -35,6 +35,8 @@ def linear(op: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None) -
         return plain_linear(op, input if kind is None else rounding.rounded(input, kind), values, bias)
     if not observed and is_autocasting(weight.device):
         return _under_autocast(op, input, weight, bias)
+    if _is_repeated(weight):
+        return _packed(plain_linear(op, _packed(input), weight, bias))
     if records_graph(input, weight, bias):
         if not observed and _is_plain(input, weight, bias):
             product: Tensor = _FrozenLinear.apply(input.flatten(0, -2), weight, bias)
@@ -93,8 +95,47 @@ class _FrozenLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, Tensor | None]:  # type: ignore[override]
         (weight,) = ctx.saved_tensors
+        grad = _packed(grad) if is_transforming() else grad  # a batch of gradients
         of_input = torch.mm(grad, weight) if ctx.needs_input_grad[0] else None
         return of_input, None, grad.sum(0) if ctx.needs_input_grad[2] else None
+
+
+class _Packed(torch.autograd.Function):
+    """Copy a tensor, and its gradient, into memory without gaps, repeats or another order, those of its batch too."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(tensor: Tensor) -> Tensor:
+        return tensor.clone(memory_format=torch.contiguous_format)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return _packed(grad)
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor) -> Tensor:  # type: ignore[override]
+        return _packed(tangent)
+
+
+def _packed(tensor: Tensor) -> Tensor:
+    """Return a copy of a plain tensor that ``_Packed`` makes, any other tensor as it is."""
+    if isinstance(tensor, Wrapping) or tensor.layout is not torch.strided:
+        return tensor
+    made: Tensor = _Packed.apply(tensor)
+    return made
+
+
+def _is_repeated(weight: Any) -> bool:
+    """Return whether ``vmap`` would repeat ``weight`` for each matrix of a batch that is not packed.
+
+    Torch makes one matrix of any batch if the weight requires grad, and repeats a plain tensor without a copy.
+    """
+    return is_transforming() and isinstance(weight, Weight) and not (weight.requires_grad or weight.scheme.transparent)
 
 
 @rule(torch.matmul, Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__)
@@ -108,6 +149,10 @@ def matmul(op: Any, first: Any, second: Any, **kwargs: Any) -> Any:
         if not kwargs and _is_matrix(first) and is_batch(second):
             columns = second.transpose(-1, -2)  # A @ B = (B.T @ A.T).T, so the rows of B.T make one matrix
             return op(columns.flatten(0, -2), first.t()).view(*columns.shape[:-1], first.shape[0]).transpose(-1, -2)
+        if not kwargs and _is_matrix(second) and _is_repeated(second):
+            return _packed(op(_packed(first), second))
+        if not kwargs and _is_matrix(first) and _is_repeated(first) and second.dim() <= 2:
+            return _packed(op(_packed(second.t()), first.t())).t()
         return op(first, second, **kwargs)
 
 
