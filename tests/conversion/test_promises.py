@@ -221,3 +221,29 @@ def test_complex_parameters_become_wider_complex():
     layer.weight = torch.nn.Parameter(torch.ones(2, dtype=torch.complex64))
     convert(layer, device="cpu")
     assert layer.weight.dtype == torch.complex64
+
+
+class KeepsPositions(nn.Linear):
+    """A layer with a buffer that stays float32, as position embeddings of timm keep theirs."""
+
+    def __init__(self):
+        super().__init__(4, 4)
+        self.register_buffer("positions", torch.rand(4))
+
+    def _apply(self, fn, recurse=True):
+        positions = self.positions
+        super()._apply(fn, recurse)
+        self.positions = positions
+        return self
+
+
+def test_code_that_only_stock_conversions_call_is_named():
+    model = nn.Sequential(nn.Linear(4, 4), KeepsPositions(), nn.GRU(4, 4))
+    with tt.swapping(model):  # the way that the warning names
+        model.to(torch.bfloat16)
+    assert (model[1].positions.dtype, model[1].weight.dtype) == (torch.float32, torch.bfloat16)
+    words = r"^1 \(KeepsPositions\._apply\): \.to\(\) calls this, tt\.convert does not"
+    with pytest.warns(UserWarning, match=words) as found:
+        tt.convert(model, dtype=torch.float32)
+    assert len(found) == 1
+    tt.convert(model, dtype=torch.float32)  # nothing to do, nothing to say

@@ -18,6 +18,7 @@ from ..ties.components import Component, split_shared
 from ..ties.spans import member_view, span_tensor
 from ..torch_private.observers import not_followed
 from ..weights.weight import Weight
+from .overrides import warn_of_overrides
 
 
 @not_followed
@@ -74,6 +75,8 @@ def convert(
                 _check(tensor, dtype, place, exchange)
         _check_shared(work, dtype)
         exchange.check(tensors, stay_weights=place is None or place.type != "meta")
+        if tensors:
+            warn_of_overrides(model, exchange.modules)
         if place is None:
             exchange.put_each(
                 unshared, map(methodcaller("to", dtype), unshared)

@@ -141,6 +141,12 @@ def code_of_load(module: nn.Module) -> list[Any]:
     return [*(getattr(hook, "hook", hook) for hook in hooks), type(module)._load_from_state_dict]
 
 
+def code_of_conversion(module: nn.Module) -> list[Any]:
+    """Return the method by which ``.to`` and its like convert ``module``, unless it is that of ``nn.Module``."""
+    method = type(module)._apply
+    return [] if method is nn.Module._apply else [method]
+
+
 _PARAMETRIZE = parametrize.ParametrizationList.__init__.__code__
 
 
