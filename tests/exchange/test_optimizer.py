@@ -67,6 +67,39 @@ def test_several_optimizers_follow():
     assert made.optimizer.state[made.model.a.weight]["exp_avg"].dtype == torch.float64
 
 
+class Lookahead(torch.optim.Optimizer):
+    """Slow weights beside another optimizer, with a state of its own for them, as in packages of others."""
+
+    def __init__(self, inner):
+        super().__init__([p for group in inner.param_groups for p in group["params"]], {})
+        self.inner = inner
+
+    def step(self):
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter].setdefault("slow", parameter.detach().clone())
+        self.inner.step()
+        with torch.no_grad():
+            for parameter, state in self.state.items():
+                parameter.copy_(state["slow"].lerp_(parameter, 0.5))
+
+
+@pytest.mark.parametrize("is_scope", [False, True], ids=["convert", "swapping"])
+def test_the_state_of_a_wrapped_optimizer_follows(is_scope):
+    model = KINDS["plain"]()
+    inner = torch.optim.AdamW(model.parameters())
+    outer = Lookahead(inner)
+    for dtype in (torch.float32, torch.float64):
+        if is_scope:
+            with swapping(model, optimizer=outer):
+                model.to(dtype)
+        else:
+            convert(model, dtype=dtype, optimizer=outer)
+        model(torch.ones(2, 4, dtype=dtype)).sum().backward()
+        outer.step()
+    states = [*inner.state.values(), *outer.state.values()]
+    assert {one.dtype for state in states for one in state.values() if one.dim()} == {torch.float64}
+
+
 def test_master_state_in_another_dtype_is_left_alone():
     made = rig(KINDS["plain"], "sgd")
     convert(made.model, dtype=torch.bfloat16)  # the state stays float32: a master copy

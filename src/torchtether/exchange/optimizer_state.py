@@ -135,7 +135,7 @@ def follow(optimizer: Optimizers, changed: Iterable[Before], journal: Journal | 
 
     ``journal`` gets a function per state tensor that restores it.
     """
-    optimizers = optimizers_of(optimizer)
+    optimizers = _with_wrapped(optimizers_of(optimizer))
     changes = [Converted(*before) for before in changed] if optimizers else []
     for one in optimizers:
         on_device = {
@@ -147,6 +147,17 @@ def follow(optimizer: Optimizers, changed: Iterable[Before], journal: Journal | 
             state = one.state.get(change.held)
             if isinstance(state, dict) and (change.dtype, change.device) != (change.held.dtype, change.held.device):
                 _follow_one(one, change, state, on_device.get(id(change.held), False), journal)
+
+
+def _with_wrapped(optimizers: Iterable[Optimizer]) -> list[Optimizer]:
+    """Return the optimizers, and those in their attributes that have a state of their own: Lookahead's, for example."""
+    found = list(optimizers)
+    for one in found:  # which grows
+        for value in getattr(one, "__dict__", {}).values():
+            is_one = hasattr(value, "param_groups") and hasattr(value, "state") and not isinstance(value, type)
+            if is_one and all(value.state is not other.state for other in found):
+                found.append(value)
+    return found
 
 
 def _follow_one(
