@@ -88,6 +88,9 @@ def slow_but(rows, keep):
     return [pytest.param(row, id=row.id, marks=() if row.id in keep else pytest.mark.slow) for row in rows]
 
 
+EACH_KIND = {"plain", "int8", "int4", "uint4-asym", "biased4", "q4_k", "fp8", "fp8-block", "nvfp4", "nf4", "codebook-5"}
+"""The ids of one row of each kind of scheme."""
+
 # One of each family, for products that are too large to run over every row.
 FEW = [
     row

@@ -117,6 +117,7 @@ def _shards():
     return found.tolist(), model[0].weight.grad.full_tensor().tolist()
 
 
+@pytest.mark.slow
 def test_a_wrapper_is_sharded_as_the_model_is():
     model = _tied()
     wanted = model(torch.arange(4))

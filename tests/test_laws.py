@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import torchtether as tt
-from tests.catalog import SCHEMES, each_quantized, each_scheme, slow_but
+from tests.catalog import EACH_KIND, SCHEMES, each_quantized, each_scheme, slow_but
 from tests.strategies import FLOATS, examples, filled, shapes
 from torchtether.schemes import SCHEMES as KINDS
 from torchtether.testing import check_scheme, check_tensor_subclass
@@ -47,7 +47,7 @@ def test_every_scheme_has_a_row():
 DRAWN = ("layout", "bound", "strides", "writes-back", "writes", "gather", "rows", "views")
 
 
-@each_scheme
+@pytest.mark.parametrize("row", slow_but(SCHEMES, EACH_KIND))
 @examples(2)
 @given(data=st.data())
 def test_the_laws_of_schemes_hold_for_drawn_shapes_and_numbers(row, data):

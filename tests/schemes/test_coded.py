@@ -201,7 +201,6 @@ class Falling(Steps):
 )
 def test_updates_do_not_drift_even_if_to_codes_rounds(scheme):
     torch.manual_seed(0)
-    values = torch.cat((torch.tensor([[3.0]]), torch.linspace(-2.9, 2.9, 50).view(1, 50)), 1)
-    held = scheme.encode(values)
-    drawn = [scheme.decode(scheme.update(values, held), values.shape, torch.float32) for _ in range(2000)]
-    assert (torch.stack(drawn).mean(0) - values).abs().max() < 0.05
+    values = torch.cat((torch.tensor([[3.0]]), torch.linspace(-2.9, 2.9, 50).view(1, 50)), 1).repeat(2000, 1)
+    drawn = scheme.decode(scheme.update(values, scheme.encode(values)), values.shape, torch.float32)
+    assert (drawn.mean(0) - values[0]).abs().max() < 0.05

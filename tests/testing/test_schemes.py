@@ -11,14 +11,11 @@ import pytest
 import torch
 
 import torchtether as tt
-from tests.catalog import SCHEMES, slow_but
+from tests.catalog import EACH_KIND, SCHEMES, slow_but
 from torchtether.schemes import SCHEMES as KINDS
 from torchtether.schemes import Part, scheme_from_json
 from torchtether.testing import check_scheme
 from torchtether.testing.schemes import LAWS
-
-EACH_KIND = {"plain", "int8", "int4", "uint4-asym", "biased4", "q4_k", "fp8", "fp8-block", "nvfp4", "nf4", "codebook-5"}
-
 
 NO_UPDATE = {"int1-group8", "int8-mastered", "nf4-mastered"}
 """No scale covers values of both signs with one bit, and a master takes each update as it is."""

@@ -1,5 +1,6 @@
 """Products on CUDA: with fake tensors, that calls fit and do not synchronise; and values, where the CPU has the op."""
 
+import itertools
 from contextlib import nullcontext
 
 import pytest
@@ -9,7 +10,7 @@ from torch._functorch.aot_autograd import aot_module_simplified
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchtether as tt
-from tests.catalog import SCHEMES, few_schemes, slow_but
+from tests.catalog import FEW, SCHEMES, slow_but
 from tests.fake_cuda import CopyError, NoCopies, fake_cuda
 from torchtether import compiled
 from torchtether.schemes.bits import table_of
@@ -190,11 +191,18 @@ SMALL = [
 NOT_COMPILED = [(BLOCKS, "float8", (9, 0)), (STRIPS, "float8", (9, 0)), *((*pair, (10, 0)) for pair in SMALL)]
 
 
-@few_schemes
-@pytest.mark.parametrize("to", [None, "int8", "float8", "mxfp8", "nvfp4"])
+FAST = {"int8": "int8", "fp8": "float8"}
+"""What inputs are rounded to, by the scheme with which torch multiplies them in 8 bits."""
+
+COMPILED = [
+    pytest.param(row, to, id=f"{row.id}-{to}", marks=() if to in (None, FAST.get(row.id)) else pytest.mark.slow)
+    for row, to in itertools.product(FEW, (None, "int8", "float8", "mxfp8", "nvfp4"))
+    if not row.scheme.transparent
+]
+
+
+@pytest.mark.parametrize(("row", "to"), COMPILED)
 def test_compiled_without_a_break(row, to, monkeypatch):
-    if row.scheme.transparent:
-        pytest.skip("a plain tensor, as torch compiles it")
     monkeypatch.setattr(fitting, "capability", lambda device: (10, 0) if to in rounding.BLOCKS else (9, 0))
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     graphs = []
@@ -214,7 +222,7 @@ def test_compiled_without_a_break(row, to, monkeypatch):
         made = run(empty(32, COLUMNS), on_cuda(row.scheme, activations=to), empty(ROWS))
         assert facts(made) == ((32, COLUMNS), torch.bfloat16, "cuda:0")
     assert len(graphs) == 1
-    if (row.id, to) in (("int8", "int8"), ("fp8", "float8")):  # the compiler sees the rounding, and torch's product
+    if to is not None and to == FAST.get(row.id):  # the compiler sees the rounding, and torch's product
         assert any("_int_mm" in name or "_scaled_mm" in name for name in graphs[0])
 
 
