@@ -8,6 +8,8 @@ import subprocess
 import sys
 import threading
 import weakref
+from collections import OrderedDict
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -217,16 +219,61 @@ def test_writes_after_registration_and_between_modules_count():
     assert [tie.names for tie in tt.find_ties(model)] == [("a", "tail")]
 
 
-def test_tensors_that_are_mere_attributes_come_back():
-    class Attribute(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.slopes = alibi()
-            self.linear = nn.Linear(2, 2)
+def materialized(model, path):
+    return tt.materialize(model)
 
+
+def loaded(model, path):
+    tt.save(nn.Linear(2, 2), path / "linear.safetensors")
+    tt.load(model, path / "linear.safetensors", rename=[("^", "linear.")])
+    return model
+
+
+class Attribute(nn.Module):
+    def __init__(self, keep):
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.kept = keep(self)
+
+
+KEPT = {
+    "plain": (lambda _: alibi(), lambda kept: kept),
+    "list": (lambda _: [1, alibi()], lambda kept: kept[1]),
+    "tuple": (lambda _: (alibi(), "cos"), lambda kept: kept[0]),
+    "dict": (lambda _: {8: {"cos": alibi()}}, lambda kept: kept[8]["cos"]),
+    "object": (lambda _: SimpleNamespace(cos=alibi()), lambda kept: kept.cos),
+}
+
+
+@pytest.mark.parametrize("way", [materialized, loaded])
+@pytest.mark.parametrize("kind", KEPT)
+def test_tensors_that_are_mere_attributes_come_back(kind, way, tmp_path):
+    keep, find = KEPT[kind]
     with tt.on_meta():
-        model = Attribute()
-    assert torch.equal(tt.materialize(model).slopes, alibi())
+        model = nn.Sequential(OrderedDict(first=Attribute(keep)))
+        model.again = model.first.kept
+    model = model.first if way is loaded else model
+    module = model if way is loaded else model.first
+    before = find(module.kept)
+    assert way(model, tmp_path) is model
+    assert torch.equal(find(module.kept), alibi())
+    assert find(module.kept) is before
+    assert not [name for held in (before, module.linear.weight) for name in vars(held) if "tether" in name]
+
+
+@pytest.mark.parametrize("way", [materialized, loaded])
+@pytest.mark.parametrize("where", [torch.device("meta"), None], ids=["meta", "on_meta"])
+def test_attributes_that_stay_on_meta_are_named(where, way, tmp_path):
+    """A view of a parameter would get the values from before the load; one without a record has none."""
+    with where or tt.on_meta():
+        model = Attribute(lambda module: [module.linear.weight.detach().t()])
+    if way is materialized and where is None:
+        assert torch.equal(way(model, tmp_path).kept[0], model.linear.weight.t())
+        assert model.kept[0].data_ptr() == model.linear.weight.data_ptr()
+        return
+    with pytest.warns(UserWarning, match=r"^kept\[0\]: no parameter and no buffer, so it stays on meta\. Build "):
+        way(model, tmp_path)
+    assert not model.linear.weight.is_meta
 
 
 def test_code_that_asks_for_values_gets_them():

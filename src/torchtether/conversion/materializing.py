@@ -14,6 +14,7 @@ from torch.nn.modules import module as hooks
 from torch.nn.parameter import is_lazy
 
 from .._checks import Model, as_device, as_module, check_callable, describe_some
+from .._warnings import warn
 from ..errors import ConversionError
 from ..exchange.exchange import Exchange
 from ..exchange.optimizer_state import Optimizers
@@ -26,6 +27,7 @@ from ..torch_private.observers import not_followed
 from ..torch_private.tensors import base_of
 from ..weights.module_load import encoded_as
 from ..weights.weight import Weight
+from .attributes import attributes_of, unregistered
 from .programs import Recipe
 from .recording import Recorder, recording
 from .replaying import Replay
@@ -34,7 +36,7 @@ _RECIPE = "_tether_recipe"
 """The attribute of a tensor on ``meta`` that holds its recipe."""
 
 _RECIPES = "_tether_recipes"
-"""The attribute of a module that holds recipes of its plain tensors and buffers, which ``.to(dtype)`` replaces."""
+"""The attribute of a module that holds recipes of its buffers, which ``.to(dtype)`` replaces."""
 
 
 @contextmanager
@@ -87,13 +89,12 @@ def _attach_recipes(modules: dict[int, nn.Module], recorder: Recorder) -> None:
     kept: list[Recipe] = []
     for module in modules.values():
         own: dict[str, Recipe] = {}
-        plain = {name: value for name, value in vars(module).items() if isinstance(value, Tensor)}
-        for name, tensor in {**parameters_of(module), **buffers_of(module), **plain}.items():
+        for name, tensor in {**parameters_of(module), **buffers_of(module), **dict(attributes_of(module))}.items():
             recipe = None if tensor is None or is_lazy(tensor) else recorder.recipe(tensor)
             if recipe is not None and tensor is not None and not recorder.is_stale(recipe):
                 setattr(tensor, _RECIPE, recipe)
                 kept.append(recipe)
-                if name not in parameters_of(module):
+                if name in buffers_of(module):
                     own[name] = recipe
         if own:
             module.__dict__[_RECIPES] = own
@@ -136,8 +137,10 @@ def materialize(
     modules = dict(model.named_modules())
     work = [component for component in find_components(model) if any(m.tensor.is_meta for m in component.members)]
     work.sort(key=lambda component: all(base_of(m.tensor) is None for m in component.members))  # views go first
-    plain = {(id(m), name): recipe for m in modules.values() for name, recipe in _plain_recipes(m).items()}
+    loose = unregistered(model)
+    plain = _plain_recipes(model, loose)
     if not work and not plain:
+        warn_of_unregistered(loose)
         forget_recipes(model)
         return given
     recipes = {id(component): recipes_of(component, modules) for component in work}
@@ -146,6 +149,7 @@ def materialize(
     _check_init(others, modules, init)
     with Exchange(model, optimizer=optimizer, verb="materialize") as exchange:
         _check_held(exchange, work)
+        exchange.check(loose[name] for name in plain)
         wanted = [recipe for made in recipes.values() for recipe in made.values()]
         replay = Replay([*wanted, *plain.values()], place)
         for component in recorded:
@@ -154,9 +158,10 @@ def materialize(
         for component in others:
             exchange.safe_point()
             _put(exchange, _reserved(component, place))
-        for module in modules.values():
-            for name in _plain_recipes(module):
-                module.__dict__[name] = replay.tensor(plain[id(module), name])
+        for name, recipe in plain.items():
+            exchange.put(loose[name], replay.tensor(recipe))
+            del loose[name].__dict__[_RECIPE]
+    warn_of_unregistered({name: tensor for name, tensor in loose.items() if name not in plain})
     forget_recipes(model)
     _initialise(work if init is not None else others, modules, init)
     return given
@@ -204,14 +209,19 @@ def recipes_of(component: Component, modules: dict[str, nn.Module]) -> dict[int,
     return found if has_owner else {}
 
 
-def _plain_recipes(module: nn.Module) -> dict[str, Recipe]:
-    """Return the recipes of tensors on ``meta`` that are plain attributes of the module, not parameters or buffers."""
-    own = vars(module)
-    return {
-        name: recipe
-        for name, recipe in own.get(_RECIPES, {}).items()
-        if isinstance(own.get(name), Tensor) and own[name].is_meta
-    }
+def _plain_recipes(model: nn.Module, loose: dict[str, Tensor]) -> dict[str, Recipe]:
+    """Return the recipes of the tensors ``loose``, except of views of tensors that have other values by now."""
+    found = {name: recipe for name, tensor in loose.items() if (recipe := getattr(tensor, _RECIPE, None)) is not None}
+    real = (getattr(t, _RECIPE, None) for t in named_tensors(model).values() if not t.is_meta) if found else ()
+    loaded = {(id(recipe.program), recipe.ref.memory) for recipe in real if recipe is not None}
+    return {name: recipe for name, recipe in found.items() if (id(recipe.program), recipe.ref.memory) not in loaded}
+
+
+def warn_of_unregistered(loose: Iterable[str]) -> None:
+    """Warn that the tensors named ``loose``, which are neither parameters nor buffers, stay on ``meta``."""
+    if names := describe_some(list(loose)):
+        fix = "Build the model inside tt.on_meta(), and register views of parameters as buffers, with persistent=False."
+        warn(f"{names}: no parameter and no buffer, so it stays on meta. {fix}")
 
 
 def _replayed(

@@ -270,17 +270,8 @@ class _Sharded:
                     held, new = self._held[name], read[name].detach()
                     exchange.put(held, with_local(held, new) if isinstance(held, DTensor) else new)
                 exchange.know_weights(names_of_weights(changed))
-        if draft.recorded and not any(read[name].is_meta for name in draft.recorded):  # else tt.materialize needs them
-            self._take_attributes()
+        if not any(read[name].is_meta for name in draft.recorded):  # else tt.materialize needs them
+            forget_recipes(self._model)
         set_extra_states(self._model, draft.given, self._extra)
         for state in fsdp2_states(self._model):
             renew_shards(state)
-
-    def _take_attributes(self) -> None:
-        """Set tensors that are plain attributes of modules, which ``tt.on_meta`` recorded too."""
-        for module, part in zip(self._model.modules(), self._part.modules(), strict=True):
-            for name, value in vars(part).items():
-                before = vars(module).get(name)
-                if isinstance(value, Tensor) and isinstance(before, Tensor) and before.is_meta and not value.is_meta:
-                    vars(module)[name] = value
-        forget_recipes(self._model)

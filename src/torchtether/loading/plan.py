@@ -13,6 +13,7 @@ from .._checks import as_module, check_callable, check_flag
 from .._interruptions import uncollected
 from ..checkpoint.reader import Checkpoint
 from ..conversion import materializing
+from ..conversion.attributes import unregistered
 from ..conversion.selection import Rules, matched_names
 from ..errors import LoadError, OptimizerError
 from ..exchange.optimizer_state import Optimizers, check_belongs, optimizers_of
@@ -201,16 +202,14 @@ class LoadPlan:
         return self._mmap and is_mappable(step, self._draft.given)
 
     def _replay(self) -> None:
-        """Compute the buffers that ``tt.on_meta`` recorded, exactly as the constructors did.
+        """Compute the buffers and plain attributes that ``tt.on_meta`` recorded, exactly as the constructors did.
 
-        If another tensor is still on meta, these buffers stay there, too, for ``tt.materialize``.
+        If another tensor is still on meta, they stay there, too, for ``tt.materialize``.
         """
-        if not self._draft.recorded:
-            return
         left = {name for name, tensor in named_tensors(self.model).items() if tensor.is_meta}
-        if left <= set(self._draft.recorded):
+        if left <= set(self._draft.recorded) and (left or unregistered(self.model)):
             places = {name: self._draft.targets.devices.get(name, _CPU) for name in self._draft.recorded}
-            first = next(iter(places.values()))
+            first = next(iter(places.values()), self.steps[0].device if self.steps else _CPU)
             materializing.materialize(self.model, first)
             move_buffers(self.model, {n: place for n, place in places.items() if place != first}, self._optimizer)
 
@@ -330,10 +329,10 @@ def load(
     A real tensor that keeps dtype and device is filled in place, so all tensors that share its memory see the values.
     Tied names are loaded once; an alias that the file leaves out is not missing. A weight that the file stores
     quantized becomes a ``Weight``. Non-persistent buffers that are real stay as they are. On ``meta`` they are computed
-    from the record of ``tt.on_meta``, read from the file, or computed as transformers does for its models. So are, for
-    its models on ``meta``, parameters that no file stores (sinusoidal positions): in ``dtype``, or by default in the
-    dtype that the other parameters take from the file. At the end a module with ``set_extra_state`` gets the tensor
-    that its ``get_extra_state`` returned.
+    from the record of ``tt.on_meta`` (like tensors that are plain attributes, also in lists and dicts), read from the
+    file, or computed as transformers does for its models. So are, for its models on ``meta``, parameters that no file
+    stores (sinusoidal positions): in ``dtype``, or by default in the dtype that the other parameters take from the
+    file. At the end a module with ``set_extra_state`` gets the tensor that its ``get_extra_state`` returned.
 
     For a model of transformers 5, the names and shapes in files of ``save_pretrained`` may differ from the model's:
     without ``rename`` its conversion mapping gives the rules, as in ``torchtether.integrations.transformers_names``.
