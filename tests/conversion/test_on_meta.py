@@ -261,6 +261,16 @@ def test_tensors_that_are_mere_attributes_come_back(kind, way, tmp_path):
     assert not [name for held in (before, module.linear.weight) for name in vars(held) if "tether" in name]
 
 
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+@pytest.mark.parametrize("normed", [nn.utils.weight_norm, nn.utils.spectral_norm])
+def test_weights_that_hooks_compute_are_left_to_them(normed):
+    with tt.on_meta():
+        layer = normed(nn.Linear(2, 2))
+    x = torch.ones(1, 2)
+    assert torch.equal(tt.materialize(layer)(x), torch.nn.functional.linear(x, layer.weight, layer.bias))
+    assert not layer.weight.is_meta
+
+
 @pytest.mark.parametrize("way", [materialized, loaded])
 @pytest.mark.parametrize("where", [torch.device("meta"), None], ids=["meta", "on_meta"])
 def test_attributes_that_stay_on_meta_are_named(where, way, tmp_path):

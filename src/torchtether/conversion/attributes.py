@@ -29,7 +29,7 @@ def unregistered(model: nn.Module) -> dict[str, Tensor]:
     found: dict[int, tuple[str, Tensor]] = {}
     for path, module in model.named_modules():
         for name, tensor in attributes_of(module):
-            if tensor.is_meta:
+            if tensor.is_meta and tensor.is_leaf:  # others, as of weight_norm, are computed again from parameters
                 found.setdefault(id(tensor), (f"{path}.{name}" if path else name, tensor))
     registered = {id(tensor) for tensor in named_tensors(model).values()} if found else set()
     return dict(entry for key, entry in found.items() if key not in registered)
