@@ -237,6 +237,28 @@ class KeepsPositions(nn.Linear):
         return self
 
 
+class KeepsCache(nn.Linear):
+    """A model that moves a plain tensor in ``to``, which torch calls for the root alone."""
+
+    def __init__(self):
+        super().__init__(4, 4)
+        self.cache = torch.rand(4)
+
+    def to(self, *args, **kwargs):
+        self.cache = self.cache.to(*args, **kwargs)
+        return super().to(*args, **kwargs)
+
+
+def test_a_root_that_converts_more_in_its_own_to_is_named():
+    model = KeepsCache()
+    with tt.swapping(model):  # the way that the warning names
+        model.to(torch.bfloat16)
+    assert (model.cache.dtype, model.weight.dtype) == (torch.bfloat16, torch.bfloat16)
+    with pytest.warns(UserWarning, match=r"^KeepsCache \(KeepsCache\.to\): \.to\(\) calls this, tt\.convert does not"):
+        tt.convert(model, dtype=torch.float32)
+    tt.convert(nn.Sequential(KeepsCache()), dtype=torch.bfloat16)  # nor does .to() call it there
+
+
 def test_code_that_only_stock_conversions_call_is_named():
     model = nn.Sequential(nn.Linear(4, 4), KeepsPositions(), nn.GRU(4, 4))
     with tt.swapping(model):  # the way that the warning names

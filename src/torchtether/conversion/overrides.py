@@ -12,15 +12,19 @@ from .._checks import describe_some
 from .._warnings import warn
 from ..torch_private.modules import code_of_conversion
 
-KNOWN = ("torch", "torchtether", "transformers", "sentence_transformers")
+KNOWN = ("torch", "torchtether", "transformers", "sentence_transformers", "diffusers")
 """Packages whose code in modules a conversion or a load need not run: it does what that is for, or refuses the same."""
 
 
 def warn_of_overrides(model: nn.Module, modules: Iterable[nn.Module]) -> None:
     """Warn if one of the ``modules`` of ``model`` has a method from outside of torch that converts its tensors."""
-    if not any(map(code_of_conversion, modules)):
+
+    def code_of(module: nn.Module) -> list[Any]:
+        return code_of_conversion(module, is_root=module is model)
+
+    if not any(map(code_of, modules)):
         return
-    if found := foreign(dict(model.named_modules()), code_of_conversion):
+    if found := foreign(dict(model.named_modules()), code_of):
         fix = "with tt.swapping(model, optimizer=optimizer): model.to(...)"
         warn(f"{found}: .to() calls this, tt.convert does not. If it keeps a dtype, or moves more, convert by: {fix}")
 

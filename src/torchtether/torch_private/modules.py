@@ -141,10 +141,14 @@ def code_of_load(module: nn.Module) -> list[Any]:
     return [*(getattr(hook, "hook", hook) for hook in hooks), type(module)._load_from_state_dict]
 
 
-def code_of_conversion(module: nn.Module) -> list[Any]:
-    """Return the method by which ``.to`` and its like convert ``module``, unless it is that of ``nn.Module``."""
-    method = type(module)._apply
-    return [] if method is nn.Module._apply else [method]
+def code_of_conversion(module: nn.Module, is_root: bool) -> list[Any]:
+    """Return the methods by which ``.to`` of a model converts ``module``, unless they are those of ``nn.Module``.
+
+    ``to`` itself is called for the root alone; below it torch calls ``_apply``.
+    """
+    own = type(module)
+    methods = [own._apply] if own._apply is not nn.Module._apply else []
+    return [*methods, own.to] if is_root and own.to is not nn.Module.to else methods
 
 
 _PARAMETRIZE = parametrize.ParametrizationList.__init__.__code__
