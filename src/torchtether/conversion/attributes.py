@@ -27,17 +27,22 @@ _DEPTH = 4
 def unregistered(model: nn.Module) -> dict[str, Tensor]:
     """Return each tensor on ``meta`` that ``model`` holds and does not register, once, by the path to it."""
     found: dict[int, tuple[str, Tensor]] = {}
+    seen: set[int] = set()  # a config that all modules of a model share
     for path, module in model.named_modules():
-        for name, tensor in attributes_of(module):
+        for name, tensor in attributes_of(module, seen):
             if tensor.is_meta and tensor.is_leaf:  # others, as of weight_norm, are computed again from parameters
                 found.setdefault(id(tensor), (f"{path}.{name}" if path else name, tensor))
     registered = {id(tensor) for tensor in named_tensors(model).values()} if found else set()
     return dict(entry for key, entry in found.items() if key not in registered)
 
 
-def attributes_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield each tensor in attributes of ``module``, also in lists, tuples, dicts and plain objects, with its path."""
-    return _tensors_in([(name, value) for name, value in vars(module).items() if name not in _OWN], set(), _DEPTH)
+def attributes_of(module: nn.Module, seen: set[int] | None = None) -> Iterator[tuple[str, Tensor]]:
+    """Yield each tensor in attributes of ``module``, also in lists, tuples, dicts and plain objects, with its path.
+
+    Containers whose ids are in ``seen`` are left out, and those of the others are added.
+    """
+    values = [(name, value) for name, value in vars(module).items() if name not in _OWN]
+    return _tensors_in(values, set() if seen is None else seen, _DEPTH)
 
 
 def _tensors_in(values: Iterable[tuple[str, Any]], seen: set[int], depth: int) -> Iterator[tuple[str, Tensor]]:
