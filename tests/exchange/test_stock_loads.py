@@ -220,6 +220,27 @@ def test_a_shape_mismatch_is_torchs_to_report():
     made.step()
 
 
+@assigns
+@given
+@pytest.mark.parametrize("agree", [True, False])
+def test_lazy_modules_are_loaded(assign, given, agree):
+    model = nn.Sequential(nn.LazyLinear(4), nn.LazyLinear(4), nn.LazyBatchNorm1d())
+    model[2].bias = model[1].bias
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    held = list(model.parameters())
+    state = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.BatchNorm1d(4)).state_dict()
+    with swapping(*([model] if given else []), optimizer=optimizer):
+        if not agree:
+            with pytest.raises(TieError, match=r"^1\.bias \(= 2\.bias\): the state dict has different values"):
+                model.load_state_dict(state, assign=assign)
+        state["2.bias"] = state["1.bias"]
+        model.load_state_dict(state, assign=assign)
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    assert model[2].bias is model[1].bias
+    assert all(p is one for p, one in zip(model.parameters(), held, strict=True))
+    tt.check_optimizer(model, optimizer)
+
+
 def test_the_child_of_a_larger_model():
     inner = rig(KINDS["tied_2"])
     outer = nn.ModuleDict({"inner": inner.model, "other": nn.Linear(2, 2)})

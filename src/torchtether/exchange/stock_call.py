@@ -109,8 +109,10 @@ class StockCall:
         names, found = names_of(self._root), {}
         for key, own in names.items():
             held = self._tensors.get(key)
-            tensors = [self._state_dict.get(name) for name in own]
-            fit = [one for one in tensors if isinstance(one, Tensor) and held is not None and one.shape == held.shape]
+            if held is None:
+                continue
+            tensors = [one for name in own if isinstance(one := self._state_dict.get(name), Tensor)]
+            fit = [one for one in tensors if is_lazy(held) or one.shape == held.shape]  # lazy: torch takes this shape
             if fit:
                 found[key] = fit[0]
             if not all(same_values(fit[0], other) for other in fit[1:]):
