@@ -321,3 +321,12 @@ def test_a_tensor_of_no_dimension_is_its_own_transpose():
     model = nn.ParameterDict({"a": torch.zeros(()), "b": torch.ones(())})
     tt.tie(model, "a", "b", transpose=True)
     assert len(tt.find_ties(model)) == 1
+
+
+@pytest.mark.parametrize("change", [lambda m: tt.tie(m, "0.weight", "1.weight"), lambda m: tt.untie(m, "2.weight")])
+def test_lazy_tensors_are_refused_by_name(change):
+    model = nn.Sequential(*(nn.LazyLinear(4) for _ in range(4)))
+    model[3].weight = model[2].weight
+    with pytest.raises(tt.TieError, match=r"^[02]\.weight: is lazy and has no shape yet\. Run one forward first\.$"):
+        change(model)
+    assert model[3].weight is model[2].weight

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from .._checks import as_module, check_flag, check_name, describe
 from ..errors import ArgumentError, TieError
@@ -36,7 +37,7 @@ def tie(model: nn.Module, owner: str, alias: str, *, transpose: bool = False, ro
     tensors = named_tensors(model)
     for name in (owner, alias):
         check_known(name, tensors)
-        _check_unmanaged(model, name, tensors[name])
+        _check_changeable(model, name, tensors[name])
     held, given = tensors[alias], tensors[owner]
     if owner == alias:
         return
@@ -93,7 +94,7 @@ def untie(model: nn.Module, name: str) -> None:
     before = _component_names(model, name)
     if len(before) > 1:
         held = tensors[name]
-        _check_unmanaged(model, name, held)
+        _check_changeable(model, name, held)
         made = held.detach().clone()
         if isinstance(held, nn.Parameter):
             made = nn.Parameter(made, requires_grad=held.requires_grad)
@@ -108,8 +109,10 @@ def _component_names(model: nn.Module, name: str) -> tuple[str, ...]:
     return next(component.names for component in find_components(model) if name in component.names)
 
 
-def _check_unmanaged(model: nn.Module, name: str, tensor: Tensor) -> None:
-    """Raise TieError for a parameter under FSDP2, which restores its own parameters at every forward."""
+def _check_changeable(model: nn.Module, name: str, tensor: Tensor) -> None:
+    """Raise TieError for a lazy tensor, and for one under FSDP2, which restores its own parameters at every forward."""
+    if is_lazy(tensor):
+        raise TieError("is lazy and has no shape yet", name=name, fix="Run one forward first.")
     if is_sharded(tensor) and next(fsdp2_states(model), None) is not None:
         raise TieError("is under FSDP2, which would undo the change", name=name, fix="Tie or untie before fully_shard.")
 
