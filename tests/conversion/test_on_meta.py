@@ -261,6 +261,15 @@ def test_tensors_that_are_mere_attributes_come_back(kind, way, tmp_path):
     assert not [name for held in (before, module.linear.weight) for name in vars(held) if "tether" in name]
 
 
+def test_a_container_is_searched_from_its_nearest_holder():
+    """Its first path may be so long that the search ends within it."""
+    with tt.on_meta():
+        cache = {"cos": {8: alibi()}}
+        model = nn.Sequential(OrderedDict(far=Attribute(lambda _: [[[cache]]]), near=Attribute(lambda _: cache)))
+    tt.materialize(model)
+    assert torch.equal(cache["cos"][8], alibi())
+
+
 @pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
 @pytest.mark.parametrize("normed", [nn.utils.weight_norm, nn.utils.spectral_norm])
 def test_weights_that_hooks_compute_are_left_to_them(normed):

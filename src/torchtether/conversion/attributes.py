@@ -27,7 +27,7 @@ _DEPTH = 4
 def unregistered(model: nn.Module) -> dict[str, Tensor]:
     """Return each tensor on ``meta`` that ``model`` holds and does not register, once, by the path to it."""
     found: dict[int, tuple[str, Tensor]] = {}
-    seen: set[int] = set()  # a config that all modules of a model share
+    seen: dict[int, int] = {}  # a config that all modules of a model share is searched once
     for path, module in model.named_modules():
         for name, tensor in attributes_of(module, seen):
             if tensor.is_meta and tensor.is_leaf:  # others, as of weight_norm, are computed again from parameters
@@ -36,21 +36,21 @@ def unregistered(model: nn.Module) -> dict[str, Tensor]:
     return dict(entry for key, entry in found.items() if key not in registered)
 
 
-def attributes_of(module: nn.Module, seen: set[int] | None = None) -> Iterator[tuple[str, Tensor]]:
+def attributes_of(module: nn.Module, seen: dict[int, int] | None = None) -> Iterator[tuple[str, Tensor]]:
     """Yield each tensor in attributes of ``module``, also in lists, tuples, dicts and plain objects, with its path.
 
-    Containers whose ids are in ``seen`` are left out, and those of the others are added.
+    ``seen`` has the containers that were searched, by id, and how deep; only what was not as deep is searched again.
     """
     values = [(name, value) for name, value in vars(module).items() if name not in _OWN]
-    return _tensors_in(values, set() if seen is None else seen, _DEPTH)
+    return _tensors_in(values, {} if seen is None else seen, _DEPTH)
 
 
-def _tensors_in(values: Iterable[tuple[str, Any]], seen: set[int], depth: int) -> Iterator[tuple[str, Tensor]]:
+def _tensors_in(values: Iterable[tuple[str, Any]], seen: dict[int, int], depth: int) -> Iterator[tuple[str, Tensor]]:
     for name, value in values:
         if isinstance(value, Tensor):
             yield name, value
-        elif depth and not isinstance(value, _CLOSED) and id(value) not in seen:
-            seen.add(id(value))
+        elif depth > seen.get(id(value), 0) and not isinstance(value, _CLOSED):
+            seen[id(value)] = depth
             yield from _tensors_in(_entries(name, value), seen, depth - 1)
 
 
