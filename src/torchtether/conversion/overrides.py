@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -12,8 +12,8 @@ from .._checks import describe_some
 from .._warnings import warn
 from ..torch_private.modules import code_of_conversion
 
-KNOWN = ("torch", "torchtether", "transformers", "sentence_transformers", "diffusers")
-"""Packages whose code in modules a conversion or a load need not run: it does what that is for, or refuses the same."""
+_KNOWN = ("torch", "torchtether", "transformers", "sentence_transformers", "diffusers")
+"""Packages whose code a conversion need not run: it does what that is for, or refuses the same."""
 
 
 def warn_of_overrides(model: nn.Module, modules: Iterable[nn.Module]) -> None:
@@ -24,16 +24,18 @@ def warn_of_overrides(model: nn.Module, modules: Iterable[nn.Module]) -> None:
 
     if not any(map(code_of, modules)):
         return
-    if found := foreign(dict(model.named_modules()), code_of):
+    if found := foreign(dict(model.named_modules()), code_of, _KNOWN):
         fix = "with tt.swapping(model, optimizer=optimizer): model.to(...)"
         warn(f"{found}: .to() calls this, tt.convert does not. If it keeps a dtype, or moves more, convert by: {fix}")
 
 
-def foreign(modules: Mapping[str, nn.Module], code_of: Callable[[nn.Module], Iterable[Any]]) -> str:
-    """Return the modules with calls of other packages in ``code_of(module)``, and the first call of each, as text."""
+def foreign(
+    modules: Mapping[str, nn.Module], code_of: Callable[[nn.Module], Iterable[Any]], known: Collection[str]
+) -> str:
+    """Return the modules with a call in ``code_of(module)`` of a package not ``known``, and its first, as text."""
     found = {}
     for name, module in modules.items():
-        theirs = [_describe(call) for call in code_of(module) if _package_of(call) not in KNOWN]
+        theirs = [_describe(call) for call in code_of(module) if _package_of(call) not in known]
         if theirs:
             found[name or type(module).__name__] = theirs[0]
     return describe_some([f"{name} ({call})" for name, call in found.items()])
