@@ -290,9 +290,60 @@ def test_attributes_that_stay_on_meta_are_named(where, way, tmp_path):
         assert torch.equal(way(model, tmp_path).kept[0], model.linear.weight.t())
         assert model.kept[0].data_ptr() == model.linear.weight.data_ptr()
         return
-    with pytest.warns(UserWarning, match=r"^kept\[0\]: no parameter and no buffer, so it stays on meta\. Build "):
+    with pytest.warns(UserWarning, match=r"^kept\[0\]: neither a parameter nor a buffer of .* stays on meta\. "):
         way(model, tmp_path)
     assert not model.linear.weight.is_meta
+
+
+class Hidden(nn.Module):
+    """A teacher in a list, so that it is no part of the model, and a child that knows its parent."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.linear.parent = [self]
+        self.teacher = [nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))]
+        self.teacher[0][0].parent = [self]
+        self.teacher[0].kept = {"ramp": torch.arange(3)}
+
+
+@pytest.mark.parametrize("way", [materialized, loaded])
+def test_modules_that_are_hidden_in_lists_are_computed_too(way, tmp_path):
+    torch.manual_seed(5)
+    eager = Hidden()
+    with tt.on_meta():
+        model = Hidden()
+    weight = model.teacher[0][0].weight
+    torch.manual_seed(5)
+    way(model, tmp_path)
+    (teacher,), (expected,) = model.teacher, eager.teacher
+    assert teacher[0].weight is weight
+    assert type(weight) is nn.Parameter
+    assert {n: t.device.type for n, t in teacher.state_dict().items()} == dict.fromkeys(expected.state_dict(), "cpu")
+    assert torch.equal(teacher.kept["ramp"], torch.arange(3))
+    assert torch.equal(teacher[1].running_var, expected[1].running_var)
+    if way is materialized:  # a load draws no numbers for the weights of the model
+        assert all(torch.equal(tensor, expected.state_dict()[n]) for n, tensor in teacher.state_dict().items())
+    copy.deepcopy(model), pickle.dumps(teacher)  # no record is left behind
+
+
+@pytest.mark.parametrize("way", [materialized, loaded])
+def test_modules_hidden_in_lists_that_stay_on_meta_are_named(way, tmp_path):
+    with torch.device("meta"):
+        model = Hidden()
+    with pytest.warns(UserWarning, match=r"^teacher\[0\]\.kept\['ramp'\], teacher\[0\]\.0\.weight, .* stays on meta"):
+        way(model, tmp_path)
+
+
+def test_the_parent_of_a_module_is_left_alone():
+    with tt.on_meta():
+        model = Hidden()
+    tt.materialize(model.linear)
+    tt.materialize(model)
+    with torch.device("meta"):
+        model = Hidden()
+    tt.materialize(model.linear)  # no warning of the parent's other modules
+    assert all(tensor.is_meta for tensor in model.teacher[0].parameters())
 
 
 def test_code_that_asks_for_values_gets_them():

@@ -4,6 +4,7 @@ import dataclasses
 import os
 import signal
 import sys
+import warnings
 
 import pytest
 import torch
@@ -517,6 +518,27 @@ def test_training_goes_on_as_on_one_process(paths, rules):
     for world in (2, 3):
         for losses in spawn(trains, world, paths["float"], rules):
             torch.testing.assert_close(losses, wanted, rtol=1e-4, atol=0)  # other sums
+
+
+def hidden(path):
+    """A module in a list is computed on every rank; a parent there, and what FSDP2 knows, is the model itself."""
+    with tt.on_meta():
+        model = Tied(101)
+        model.body[0][0].parent = [model]
+        model.body[0][0].teacher = [nn.Linear(2, 2)]
+    for block in model.body:
+        fully_shard(block)
+    fully_shard(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        tt.distributed.load(model, path)
+    teacher = model.body[0][0].teacher[0]
+    return [tensor.is_meta for tensor in (teacher.weight, teacher.bias, *model.parameters(), *model.buffers())]
+
+
+def test_modules_that_the_model_does_not_register(paths):
+    for are_meta in spawn(hidden, 2, paths["float"]):
+        assert not any(are_meta)
 
 
 def test_without_a_process_group_it_is_tt_load(paths):

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -137,11 +138,11 @@ def materialize(
     modules = dict(model.named_modules())
     work = [component for component in find_components(model) if any(m.tensor.is_meta for m in component.members)]
     work.sort(key=lambda component: all(base_of(m.tensor) is None for m in component.members))  # views go first
-    loose = unregistered(model)
+    loose, hidden = unregistered(model)
     plain = _plain_recipes(model, loose)
     if not work and not plain:
-        warn_of_unregistered(loose)
-        forget_recipes(model)
+        _warn_of_unregistered(loose)
+        forget_recipes(model, hidden.values())
         return given
     recipes = {id(component): recipes_of(component, modules) for component in work}
     recorded = [component for component in work if recipes[id(component)]]
@@ -161,17 +162,17 @@ def materialize(
         for name, recipe in plain.items():
             exchange.put(loose[name], replay.tensor(recipe))
             del loose[name].__dict__[_RECIPE]
-    warn_of_unregistered({name: tensor for name, tensor in loose.items() if name not in plain})
-    forget_recipes(model)
+    _warn_of_unregistered(name for name in loose if name not in plain)
+    forget_recipes(model, hidden.values())
     _initialise(work if init is not None else others, modules, init)
     return given
 
 
-def forget_recipes(model: nn.Module) -> None:
-    """Remove the recipes of all tensors and modules of ``model``."""
+def forget_recipes(model: nn.Module, others: Iterable[nn.Module] = ()) -> None:
+    """Remove the recipes of all tensors and modules of ``model``, and of the modules ``others``."""
     for tensor in named_tensors(model).values():
         tensor.__dict__.pop(_RECIPE, None)
-    for module in model.modules():
+    for module in chain(model.modules(), others):
         module.__dict__.pop(_RECIPES, None)
 
 
@@ -211,17 +212,18 @@ def recipes_of(component: Component, modules: dict[str, nn.Module]) -> dict[int,
 
 def _plain_recipes(model: nn.Module, loose: dict[str, Tensor]) -> dict[str, Recipe]:
     """Return the recipes of the tensors ``loose``, except of views of tensors that have other values by now."""
-    found = {name: recipe for name, tensor in loose.items() if (recipe := getattr(tensor, _RECIPE, None)) is not None}
+    recipes = {name: getattr(tensor, _RECIPE, None) for name, tensor in loose.items()}
+    found = {name: recipe for name, recipe in recipes.items() if recipe is not None and _matches(loose[name], recipe)}
     real = (getattr(t, _RECIPE, None) for t in named_tensors(model).values() if not t.is_meta) if found else ()
     loaded = {(id(recipe.program), recipe.ref.memory) for recipe in real if recipe is not None}
     return {name: recipe for name, recipe in found.items() if (id(recipe.program), recipe.ref.memory) not in loaded}
 
 
-def warn_of_unregistered(loose: Iterable[str]) -> None:
-    """Warn that the tensors named ``loose``, which are neither parameters nor buffers, stay on ``meta``."""
+def _warn_of_unregistered(loose: Iterable[str]) -> None:
+    """Warn that the tensors named ``loose``, which the model does not register, stay on ``meta``."""
     if names := describe_some(list(loose)):
         fix = "Build the model inside tt.on_meta(), and register views of parameters as buffers, with persistent=False."
-        warn(f"{names}: no parameter and no buffer, so it stays on meta. {fix}")
+        warn(f"{names}: neither a parameter nor a buffer of the model, so it stays on meta. {fix}")
 
 
 def _replayed(

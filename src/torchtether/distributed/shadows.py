@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn.parameter import is_lazy
 
 from ..checkpoint.saver import as_saved
+from ..conversion.attributes import ORIGIN
 from ..errors import CheckpointError, ConversionError
 from ..geometry.blocks import STOCK, is_strided
 from ..geometry.views import Shape
@@ -174,6 +175,7 @@ def stand_in(model: nn.Module, shadow: Callable[[Tensor], Tensor], *, views: boo
             made = modules[id(module)] = object.__new__(_plain_class(module))
             for key, value in vars(module).items():  # copies, so that a hook added to one is not added to the other
                 made.__dict__[key] = value.copy() if isinstance(value, dict) else value
+            made.__dict__[ORIGIN] = module
             tables = tables_of(module)
             set_tables(
                 made,

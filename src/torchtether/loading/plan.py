@@ -207,7 +207,7 @@ class LoadPlan:
         If another tensor is still on meta, they stay there, too, for ``tt.materialize``.
         """
         left = {name for name, tensor in named_tensors(self.model).items() if tensor.is_meta}
-        if left <= set(self._draft.recorded) and (left or unregistered(self.model)):
+        if left <= set(self._draft.recorded) and (left or unregistered(self.model).tensors):
             places = {name: self._draft.targets.devices.get(name, _CPU) for name in self._draft.recorded}
             first = next(iter(places.values()), self.steps[0].device if self.steps else _CPU)
             materializing.materialize(self.model, first)
@@ -329,9 +329,9 @@ def load(
     A real tensor that keeps dtype and device is filled in place, so all tensors that share its memory see the values.
     Tied names are loaded once; an alias that the file leaves out is not missing. A weight that the file stores
     quantized becomes a ``Weight``. Non-persistent buffers that are real stay as they are. On ``meta`` they are computed
-    from the record of ``tt.on_meta`` (like tensors that are plain attributes, also in lists and dicts), read from the
-    file, or computed as transformers does for its models. So are, for its models on ``meta``, parameters that no file
-    stores (sinusoidal positions): in ``dtype``, or by default in the dtype that the other parameters take from the
+    from the record of ``tt.on_meta`` (like plain attributes: tensors and modules, also in lists and dicts), read from
+    the file, or computed as transformers does for its models. So are, for its models on ``meta``, parameters that no
+    file stores (sinusoidal positions): in ``dtype``, or by default in the dtype that the other parameters take from the
     file. At the end a module with ``set_extra_state`` gets the tensor that its ``get_extra_state`` returned.
 
     For a model of transformers 5, the names and shapes in files of ``save_pretrained`` may differ from the model's:
