@@ -445,6 +445,9 @@ FUNCTIONS: dict[Any, Sample] = {
     torch.Tensor.__matmul__: _call(rand(2, 3, ROWS), W),
     torch.Tensor.__rmatmul__: _call(W, rand(3, ROWS)),
     torch.einsum: _call("bi,oi->bo", rand(3, COLUMNS), W),
+    **dict.fromkeys((torch.matrix_power, torch.linalg.matrix_power, torch.Tensor.matrix_power), _call(_square, 2)),
+    torch.linalg.matrix_rank: _call(W),
+    **dict.fromkeys((torch.hinge_embedding_loss, F.hinge_embedding_loss), _call(W, torch.ones(COLUMNS))),
     F.linear_cross_entropy: _call(
         *(rand(3, COLUMNS), W, torch.tensor([0, ROWS - 1, 3])), options=LinearCrossEntropyOptions()
     ),

@@ -176,6 +176,43 @@ def test_a_product_is_written_into_a_part_of_a_plain_tensor_but_not_into_a_weigh
         assert torch.equal(weight.dequantize(), before)
 
 
+@few_schemes
+@pytest.mark.parametrize("trainable", [False, True])
+@pytest.mark.parametrize(
+    "compute",
+    [
+        lambda x: torch.nn.functional.hinge_embedding_loss(x, torch.tensor([1.0, -1.0]).repeat(32), reduction="none"),
+        lambda x: torch.hinge_embedding_loss(x, torch.ones(64)),
+        lambda x: torch.matrix_power(x, 0) + 0 * x,
+        lambda x: torch.linalg.matrix_power(x, 1),
+        lambda x: x.matrix_power(2),
+    ],
+    ids=["F.hinge_embedding_loss", "torch.hinge_embedding_loss", "identity", "first power", "square"],
+)
+def test_what_torch_computes_in_a_copy_of_the_weight_is_plain(row, compute, trainable):
+    """Torch computes these in place in ``empty_like`` or a clone of the argument."""
+    weight = tt.Weight.encode(rand(64, 64), row.scheme).requires_grad_(trainable)
+    values = weight.dequantize().detach().requires_grad_(trainable)
+    made, expected = compute(weight), compute(values)
+    assert type(made) is torch.Tensor
+    torch.testing.assert_close(made, expected)
+    if trainable:
+        grads = [torch.autograd.grad(result.sum(), x)[0] for result, x in ((made, weight), (expected, values))]
+        torch.testing.assert_close(*grads)
+
+
+@few_schemes
+def test_out_of_an_op_that_looks_for_subclasses_is_written(row):
+    weight = tt.Weight.encode(rand(64, 64), row.scheme)
+    out = torch.full((), 7)
+    assert torch.linalg.matrix_rank(weight, out=out) is out
+    assert out == torch.linalg.matrix_rank(weight.dequantize())
+    before = weight.dequantize()
+    with pytest.raises(tt.UnsupportedOpError, match=r"matrix_power: out= is a Weight.*copy_"):
+        torch.linalg.matrix_power(rand(64, 64), 2, out=weight)
+    assert torch.equal(weight.dequantize(), before)
+
+
 def test_an_op_without_a_rule_raises_and_names_the_way_out():
     weight = _weight(tt.int8())
     with pytest.raises(tt.UnsupportedOpError, match=r"aten\.i0\.default has no rule.*\.dequantize\(\)"):

@@ -100,19 +100,30 @@ def product(op: Any, *args: Any, **kwargs: Any) -> Any:
 @rule(*overloads(MATMULS, writes=True, out=True), kind="decoded")
 def product_into(op: Any, *args: Any, out: Tensor, **kwargs: Any) -> Tensor:
     """Write the product of the decoded values to a plain tensor, as losses do that compute logits in chunks."""
-    if isinstance(out, Weight):
-        raise UnsupportedOpError(f"{op}: out= is a Weight, which the op cannot resize", fix="Use copy_ instead.")
+    _refuse_weight(op, out)
     args, kwargs = tree_map_only(Weight, Weight.values_of, (args, kwargs))
     return op(*args, out=out, **kwargs)  # type: ignore[no-any-return]
 
 
-DECODED = (torch.einsum, torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
-"""Functions that permute a Weight and split it, or repeat it for each matrix of a batch."""
+def _refuse_weight(op: Any, out: object) -> None:
+    if isinstance(out, Weight):
+        raise UnsupportedOpError(f"{op}: out= is a Weight, which the op cannot resize", fix="Use copy_ instead.")
+
+
+DECODED = (
+    *(torch.einsum, torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu),
+    *(torch.matrix_power, torch.linalg.matrix_power, Tensor.matrix_power, torch.linalg.matrix_rank),
+    *(torch.hinge_embedding_loss, torch.nn.functional.hinge_embedding_loss),
+)
+"""Functions that permute a Weight and split it, or repeat it for each matrix of a batch; those that compute in an
+``empty_like`` or a clone of it, which would round the result to codes; and one that leaves ``out=`` of any subclass
+unwritten."""
 
 
 @rule(*DECODED, kind="decoded")
 def decoded(op: Any, *args: Any, **kwargs: Any) -> Any:
     """Run it on the decoded values, with gradients; inputs are not rounded."""
+    _refuse_weight(getattr(op, "__name__", op), kwargs.get("out"))
     args, kwargs = tree_map_only(Weight, Weight.dequantize, (args, kwargs))
     return op(*args, **kwargs)
 
