@@ -268,6 +268,31 @@ def test_quantized_tensors_over_one_memory_share_it_on_meta(tied, move):
     assert geometry(model) == ties
 
 
+@pytest.mark.parametrize("tied", [lambda w: w[4:8], lambda w: w.view(2, 8, 32)], ids=["rows", "reshaped"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m: m.double(),
+        lambda m: m.to_empty(device="cpu"),
+        lambda m: m.load_state_dict({key: value.clone() for key, value in m.state_dict().items()}),
+        lambda m: m.load_state_dict({key: value.clone() for key, value in m.state_dict().items()}, assign=True),
+    ],
+    ids=["double", "to_empty", "load", "assign"],
+)
+def test_a_quantized_part_of_a_quantized_tensor_is_refused(tied, change):
+    """It would get the parts of the whole tensor, which are not those of its shape."""
+    model = nn.Module()
+    model.one = nn.Parameter(Weight.encode(torch.randn(16, 32), int8()), requires_grad=False)
+    model.two = nn.Parameter(tied(model.one.detach()), requires_grad=False)
+    before = [_values(tensor) for tensor in model.parameters()]
+    with (
+        swapping(model),
+        pytest.raises(TieError, match=r"^two: shares only a part of its memory with one.*tt\.untie"),
+    ):
+        change(model)
+    assert all(torch.equal(_values(tensor), old) for tensor, old in zip(model.parameters(), before, strict=True))
+
+
 @pytest.mark.filterwarnings("ignore:Sparse:UserWarning")  # torch calls all but COO a beta
 @pytest.mark.parametrize(
     "sparse",

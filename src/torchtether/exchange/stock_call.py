@@ -15,7 +15,7 @@ from ..errors import TetherError, TieError
 from ..geometry.blocks import STOCK, blocks_of
 from ..geometry.views import overlaps_itself
 from ..ties.components import Component, Member, split_shared
-from ..ties.spans import member_view, plain_values
+from ..ties.spans import check_same_parts, member_view, plain_values
 from ..torch_private.modules import buffers_of, parameters_of
 from ..torch_private.tensors import base_of, impl_id, reset, seat_hooks, swap_impl
 from ..weights.weight import Weight
@@ -86,6 +86,9 @@ class StockCall:
             check_place(self._modules, verb)
             torch.clear_autocast_cache()
             self._caches.park(refs=True)
+            for component in self._components:
+                if component.nbytes == 0 and any(isinstance(member.tensor, Weight) for member in component.members):
+                    check_same_parts(component)
             held = [tensor for tensor in self._tensors.values() if not (self._loads and is_lazy(tensor))]
             by_torch = held if self._swaps else self._left_to_torch()
             check_held(held, self._root, verb, swapped=held, by_torch=by_torch, refs=self._caches.refs)

@@ -20,7 +20,7 @@ def span_tensor(component: Component) -> Tensor:
     """
     first = component.members[0].tensor
     if component.nbytes == 0:
-        _check_same_parts(component)
+        check_same_parts(component)
         return first if is_lazy(first) else first.detach()
     dtype = component.dtype or torch.uint8
     for member in component.members:
@@ -59,7 +59,8 @@ def plain_values(tensor: Tensor) -> Tensor:
     return tensor.values_of() if isinstance(tensor, Weight) else tensor
 
 
-def _check_same_parts(component: Component) -> None:
+def check_same_parts(component: Component) -> None:
+    """Raise TieError, for a component without memory of its own, unless all its members consist of the same tensors."""
     first, *others = component.members
     for other in others:
         if not same_parts(first.tensor, other.tensor):
