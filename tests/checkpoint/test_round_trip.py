@@ -433,6 +433,30 @@ def test_a_tensor_without_memory_of_its_own_is_named(tmp_path, make, what, optio
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("scheme", [tt.int8(), tt.nf4()], ids=["int8", "nf4"])
+@pytest.mark.parametrize(
+    ("tied", "alias"),
+    [
+        (lambda w: w[1:3].transpose(1, 2), "b"),
+        (lambda w: w[2], "b"),
+        (lambda w: w.unsqueeze(0), "a"),  # the owner is the one with more dimensions
+        (lambda w: w.view(-1, 64), "b"),
+    ],
+    ids=["transposed rows", "one matrix", "a dimension more", "reshaped"],
+)
+def test_a_view_of_a_weight_that_no_reader_accepts_is_refused_before_a_file_is_written(tmp_path, tied, alias, scheme):
+    model = nn.Module()
+    model.a = nn.Parameter(tt.Weight.encode(torch.randn(4, 4, 64), scheme), requires_grad=False)
+    model.b = nn.Parameter(tied(model.a.detach()), requires_grad=False)
+    path = tmp_path / "x.safetensors"
+    with pytest.raises(tt.TieError, match=rf"^{alias}: is a view of .*which is quantized: .*untie\(model, '{alias}'\)"):
+        tt.save(model, path)
+    assert not path.exists()
+    tt.untie(model, alias)
+    tt.save(model, path)
+    assert_same(dict(tt.open(path)), dict(model.named_parameters()), strides=False)
+
+
 def test_models_used_here_have_the_ties_they_claim():
     assert [len(tt.find_ties(build(kind))) for kind in (Tied, Turned, Fused, Slices, Storage, Odd)] == [
         1,

@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from .._checks import check_callable, check_path, check_unicode, describe
 from ..errors import ArgumentError, CheckpointError, TieError
-from ..files import CODES, HIDDEN, Pairs, check_writable
+from ..files import CODES, HIDDEN, Pairs, check_writable, is_weight_view
 from ..formats import Contained, Writable, writable
 from ..geometry.blocks import blocks_of, has_values, is_strided
 from ..geometry.views import View, contiguous_stride
@@ -216,6 +216,7 @@ def _group(
         group.add(component.names[0], component.members[0].tensor)
         return group
     _check_recordable(component)
+    _check_views_of_weight(tie, named[tie.owner])
     if _is_whole(component, tie.owner, named):
         group.add(tie.owner, named[tie.owner])
     else:
@@ -247,6 +248,20 @@ def _check_recordable(component: Component) -> None:
         if member.view.dtype not in CODES:
             raise CheckpointError(
                 f"safetensors has no dtype for {member.view.dtype}", name=name, fix="Convert the tensor first."
+            )
+
+
+def _check_views_of_weight(tie: Tie, owner: Tensor) -> None:
+    """Raise TieError for a view of a quantized tensor that a record cannot hold: readers would refuse the file."""
+    if not isinstance(owner, Weight) or owner.scheme.transparent:
+        return
+    for name, view in zip(tie.names, tie.views, strict=True):
+        if view is not None and not is_weight_view(view, owner.spec, owner.numel()):
+            raise TieError(
+                f"is a view of {tie.owner} (size {view.size}), which is quantized: only the whole tensor with permuted "
+                "dimensions, or some of its rows, can be stored as a tie of it",
+                name=name,
+                fix=f"Call tt.untie(model, {name!r}).",
             )
 
 

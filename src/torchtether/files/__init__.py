@@ -16,7 +16,7 @@ from .memory import allocate, scratch
 from .names import INDEX_SUFFIX, SUFFIX
 from .opening import Closing, read_beside
 from .reader import TensorFile
-from .record import HIDDEN, KEY, Record, part_key
+from .record import HIDDEN, KEY, Record, is_weight_view, part_key
 from .replacing import FolderChange, beside, put_in_place, replacing
 from .ring import STAGED, Ring
 from .store import Store
@@ -27,6 +27,6 @@ __all__ = [
     "PICKLED", "STAGED", "SUFFIX", "Batch", "CarriedOver", "Closing", "DcpFile", "Doubt", "FolderChange", "GgufFile",
     "Packing", "Pairs", "Record", "Ring", "Scratch", "Store", "Stored", "TensorFile", "allocate", "beside",
     "carry_over", "check_writable", "folder_for", "format_index", "gguf_packing", "is_dcp", "is_folder", "is_taken",
-    "local_path", "new_folder", "part_key", "put_in_place", "read_beside", "replacing", "scratch", "stem_like",
-    "write_gguf", "write_made",
+    "is_weight_view", "local_path", "new_folder", "part_key", "put_in_place", "read_beside", "replacing", "scratch",
+    "stem_like", "write_gguf", "write_made",
 ]  # fmt: skip

@@ -345,10 +345,15 @@ def _check_weight_view(view: View, spec: WeightSpec, limit: int, where: str) -> 
     """Check that the alias is the Weight with permuted dimensions, or a range of its rows."""
     if view.dtype != spec.dtype and not view.dtype.is_floating_point:
         raise CheckpointError(f"an alias of a {spec.dtype} weight cannot have dtype {view.dtype}", name=where)
+    if not is_weight_view(view, spec, limit):
+        raise CheckpointError(f"an alias of size {view.size} is neither the permuted weight nor rows of it", name=where)
+
+
+def is_weight_view(view: View, spec: WeightSpec, limit: int) -> bool:
+    """Return whether a record can hold ``view``: the Weight of ``limit`` elements, permuted, or a range of its rows."""
     dims = sorted(zip(view.size, view.stride, strict=True))
     if dims == sorted(zip(spec.shape, spec.stride, strict=True)) and view.offset == 0:
-        return
+        return True
     row = limit // max(spec.shape[0], 1)
     is_rows = view.size[1:] == spec.shape[1:] and view.stride == spec.stride and view.offset % max(row, 1) == 0
-    if not (is_rows and spec.is_contiguous and view.offset + view.size[0] * row <= limit):
-        raise CheckpointError(f"an alias of size {view.size} is neither the permuted weight nor rows of it", name=where)
+    return is_rows and spec.is_contiguous and view.offset + view.size[0] * row <= limit
