@@ -77,7 +77,13 @@ def imagine(function: Callable, world: int, *args, rank: int = 0, timeout: float
         process.join()
 
 
+def _hide_gpus():
+    """Hide all GPUs from this process: on a machine with one, ``fully_shard`` without a mesh moves models to it."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 def _work_alone(pipe, rank, world, function, args):
+    _hide_gpus()
     import torch
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -100,6 +106,7 @@ def _context():
 
 
 def _work(pipe, rank, world, folder, timeout, function, args):
+    _hide_gpus()
     import torch
     import torch.distributed as dist
 

@@ -30,6 +30,6 @@ def is_plain(*tensors: Tensor | None) -> bool:
 @cache
 def capability(device: torch.device) -> tuple[int, int]:
     """Return the compute capability of an NVIDIA GPU; (0, 0) if absent, as it may be for fake tensors."""
-    if torch.version.hip is not None or not torch.cuda.is_available():
+    if device.type != "cuda" or torch.version.hip is not None or not torch.cuda.is_available():
         return 0, 0
     return torch.cuda.get_device_capability(device)
