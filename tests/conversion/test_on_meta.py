@@ -128,6 +128,15 @@ def alibi():
     return slopes.view(4, 1, 1) * torch.arange(6).view(1, 1, 6)
 
 
+def indexed_by_lists():
+    table = torch.arange(24.0).view(4, 6)
+    table[[0, 2]] = -1.0
+    table[:, [1, 3]] += 0.5
+    table[range(2), (4, 5)] = 7.0
+    table[[]] = 9.0
+    return torch.cat([table[[3, 1]], table[[True, False, True, False]], table[([[0, 1], [2, 3]],)].flatten(0, 1)])
+
+
 def data_dependent():
     return torch.tensor([0, 3, 0, 1]).nonzero().flatten()
 
@@ -149,7 +158,7 @@ def empty():
 CATALOGUE = [
     rotary, causal_mask, additive_mask, sinusoid, complex_rotary, conjugate, negative, constant, constant_of_ints,
     scalar, as_tensor, from_numpy, new_tensor, in_place, view, expanded, half, default_dtype, relative_positions, alibi,
-    data_dependent, kernel, from_cpu, empty,
+    indexed_by_lists, data_dependent, kernel, from_cpu, empty,
 ]  # fmt: skip
 
 

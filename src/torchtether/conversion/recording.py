@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -173,6 +174,9 @@ _VALUE_READERS = {
 }
 """Methods that need values, and that raise on ``meta`` before any op is dispatched."""
 
+_INDEXED = {Tensor.__getitem__, Tensor.__setitem__}
+"""Methods that make a tensor of each list in an index, on the device of the indexed tensor, without an op."""
+
 
 class DataReader(TorchFunctionMode):
     """Give a Recorder what never becomes an op: Python data of new tensors, and reads of values."""
@@ -187,6 +191,8 @@ class DataReader(TorchFunctionMode):
             value = self.recorder.value_of(args[0])
             if value is not None:
                 return func(value, *args[1:], **kwargs)
+        if func in _INDEXED and _is_meta(args[0]):
+            args = (args[0], _index_tensors(args[1]), *args[2:])
         out = func(*args, **kwargs)
         where = _FROM_DATA.get(func)
         if where is not None and _is_meta(out):
@@ -194,6 +200,24 @@ class DataReader(TorchFunctionMode):
             if not isinstance(data, Tensor):
                 self.recorder.add_constant(out, torch.tensor(data, dtype=out.dtype, device="cpu"))
         return out
+
+
+def _index_tensors(index: Any) -> Any:
+    """Return ``index`` with its lists of integers or bools as tensors on the CPU, whose values are seen by an op.
+
+    A list of lists that is the whole index stays as it is: torch reads some of these as tuples.
+    """
+    if isinstance(index, tuple):
+        return tuple(_as_tensor(x) for x in index)
+    is_nested = isinstance(index, list) and any(isinstance(x, list | tuple) for x in index)
+    return index if is_nested else _as_tensor(index)
+
+
+def _as_tensor(index: Any) -> Any:
+    if not isinstance(index, list | tuple | range) or not all(isinstance(x, Integral) for x in tree_leaves([*index])):
+        return index
+    values = torch.tensor([*index], device="cpu")
+    return values if values.numel() else values.long()
 
 
 def _is_meta(tensor: Any) -> bool:
