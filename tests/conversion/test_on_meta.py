@@ -137,6 +137,10 @@ def indexed_by_lists():
     return torch.cat([table[[3, 1]], table[[True, False, True, False]], table[([[0, 1], [2, 3]],)].flatten(0, 1)])
 
 
+def of_scalars():
+    return torch.tensor([[rate * 2, 1.0] for rate in torch.linspace(0, 1, 3)] + [[torch.tensor(3.0), 4]])
+
+
 def data_dependent():
     return torch.tensor([0, 3, 0, 1]).nonzero().flatten()
 
@@ -158,7 +162,7 @@ def empty():
 CATALOGUE = [
     rotary, causal_mask, additive_mask, sinusoid, complex_rotary, conjugate, negative, constant, constant_of_ints,
     scalar, as_tensor, from_numpy, new_tensor, in_place, view, expanded, half, default_dtype, relative_positions, alibi,
-    indexed_by_lists, data_dependent, kernel, from_cpu, empty,
+    indexed_by_lists, of_scalars, data_dependent, kernel, from_cpu, empty,
 ]  # fmt: skip
 
 
@@ -368,6 +372,14 @@ def test_code_that_asks_for_values_gets_them():
 def test_random_values_are_not_made_up():
     with tt.on_meta(), pytest.raises((RuntimeError, NotImplementedError), match="meta"):
         torch.rand(1).item()
+
+
+def test_a_tensor_of_random_scalars_can_be_made():
+    """Stock ``meta`` makes it; what its values are, the record does not say."""
+    with tt.on_meta():
+        made = torch.tensor([torch.rand(()), torch.rand(())])
+    assert made.is_meta
+    assert made.shape == (2,)
 
 
 def test_parameters_are_what_their_constructor_makes():

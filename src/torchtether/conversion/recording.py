@@ -197,9 +197,14 @@ class DataReader(TorchFunctionMode):
         where = _FROM_DATA.get(func)
         if where is not None and _is_meta(out):
             data = args[where] if len(args) > where else kwargs.get("data", kwargs.get("obj"))
-            if not isinstance(data, Tensor):
+            data = None if isinstance(data, Tensor) else tree_map(self._value, data)
+            if data is not None and all(x is not None for x in tree_leaves(data)):
                 self.recorder.add_constant(out, torch.tensor(data, dtype=out.dtype, device="cpu"))
         return out
+
+    def _value(self, x: Any) -> Any:
+        """Return ``x``, or the values of a tensor on ``meta``, which are ``None`` if they are not known."""
+        return self.recorder.value_of(x) if _is_meta(x) else x
 
 
 def _index_tensors(index: Any) -> Any:
