@@ -141,6 +141,12 @@ def of_scalars():
     return torch.tensor([[rate * 2, 1.0] for rate in torch.linspace(0, 1, 3)] + [[torch.tensor(3.0), 4]])
 
 
+def element_by_element():
+    table = torch.arange(6.0).view(2, 3)
+    table[1].apply_(lambda x: x * x)
+    return table.map_(torch.ones(2, 3), lambda x, y: x - y)
+
+
 def data_dependent():
     return torch.tensor([0, 3, 0, 1]).nonzero().flatten()
 
@@ -162,7 +168,7 @@ def empty():
 CATALOGUE = [
     rotary, causal_mask, additive_mask, sinusoid, complex_rotary, conjugate, negative, constant, constant_of_ints,
     scalar, as_tensor, from_numpy, new_tensor, in_place, view, expanded, half, default_dtype, relative_positions, alibi,
-    indexed_by_lists, of_scalars, data_dependent, kernel, from_cpu, empty,
+    indexed_by_lists, of_scalars, element_by_element, data_dependent, kernel, from_cpu, empty,
 ]  # fmt: skip
 
 
@@ -380,6 +386,13 @@ def test_a_tensor_of_random_scalars_can_be_made():
         made = torch.tensor([torch.rand(()), torch.rand(())])
     assert made.is_meta
     assert made.shape == (2,)
+
+
+def test_random_values_that_python_changes_one_by_one_are_not_made_up():
+    with tt.on_meta():
+        model = Holder(lambda: torch.rand(3).apply_(lambda x: x + 1))
+    with pytest.raises(tt.ConversionError, match=r"^it: on meta, without a record"):
+        tt.materialize(model)
 
 
 def test_parameters_are_what_their_constructor_makes():

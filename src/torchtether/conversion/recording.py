@@ -24,6 +24,9 @@ from .replaying import Replay
 _SMALL = 2**20
 """Elements up to which a real tensor that enters the record is copied at once; larger ones are copied by ``close``."""
 
+_NO_MEMORY = -1
+"""The number of no memory: what depends on it has no recipe."""
+
 
 class Recorder(TorchDispatchMode):
     """Record every op on ``meta`` in ``program`` while active; ``close`` keeps only the steps that are needed."""
@@ -80,6 +83,15 @@ class Recorder(TorchDispatchMode):
         ref = self.ref(made)
         if ref.memory not in self.program.history:
             self._append(RecordedOp("", (self._const(value),), {}, ((0, ref),), frozenset(), torch.get_default_dtype()))
+
+    def overwrite(self, made: Tensor, value: Tensor | None) -> None:
+        """Record that ``made``, on ``meta``, has the values of ``value`` from here on; ``None`` if they are unknown."""
+        if value is not None:
+            with torch.no_grad():
+                made.copy_(value)
+            return
+        memory = self.ref(made).memory
+        self._append(RecordedOp("", (), {}, (), frozenset({_NO_MEMORY}), torch.get_default_dtype()), [memory])
 
     def value_of(self, tensor: Tensor) -> Tensor | None:
         """Return the values that ``tensor`` would have on the CPU, for constructors that read them.
@@ -178,6 +190,10 @@ _INDEXED = {Tensor.__getitem__, Tensor.__setitem__}
 """Methods that make a tensor of each list in an index, on the device of the indexed tensor, without an op."""
 
 
+_ELEMENTWISE = {Tensor.apply_, Tensor.map_, Tensor.map2_}
+"""Methods that call a Python function for each element, and that do nothing on ``meta``."""
+
+
 class DataReader(TorchFunctionMode):
     """Give a Recorder what never becomes an op: Python data of new tensors, and reads of values."""
 
@@ -194,6 +210,10 @@ class DataReader(TorchFunctionMode):
         if func in _INDEXED and _is_meta(args[0]):
             args = (args[0], _index_tensors(args[1]), *args[2:])
         out = func(*args, **kwargs)
+        if func in _ELEMENTWISE and _is_meta(out):
+            values = [self._value(x) for x in args]
+            known = all(x is not None for x in values)
+            self.recorder.overwrite(out, func(*values, **kwargs) if known else None)
         where = _FROM_DATA.get(func)
         if where is not None and _is_meta(out):
             data = args[where] if len(args) > where else kwargs.get("data", kwargs.get("obj"))
