@@ -19,7 +19,7 @@ from .._warnings import warn
 from ..errors import ConversionError
 from ..exchange.exchange import Exchange
 from ..exchange.optimizer_state import Optimizers
-from ..geometry.blocks import is_strided
+from ..geometry.blocks import STOCK, is_strided
 from ..ties.components import Component, find_components, tie_of
 from ..ties.names import named_tensors
 from ..ties.spans import member_view, plain_values, span_tensor
@@ -37,7 +37,7 @@ _RECIPE = "_tether_recipe"
 """The attribute of a tensor on ``meta`` that holds its recipe."""
 
 _RECIPES = "_tether_recipes"
-"""The attribute of a module that holds recipes of its buffers, which ``.to(dtype)`` replaces."""
+"""The attribute of a module that holds recipes of its tensors: ``.to(dtype)`` replaces buffers, ``deepcopy`` all."""
 
 
 @contextmanager
@@ -46,8 +46,9 @@ def on_meta() -> Iterator[None]:
 
     Like ``torch.device("meta")``, but ``materialize`` or ``load`` can restore exactly what the constructors computed
     (rotary frequencies, masks, ``torch.tensor`` constants), which no checkpoint stores.  Code that reads values
-    (``.item()``, ``.tolist()``, ``nonzero``) gets them if the record determines them.  Only modules that this thread
-    builds are recorded.
+    (``.item()``, ``.tolist()``, ``nonzero``) gets them if the record determines them.  Random numbers are drawn when
+    the record is replayed, from the generator as it is then; after a seed or with a generator that a constructor sets,
+    they are those that it determines on the CPU.  Only modules that this thread builds are recorded.
 
     >>> import torch, torchtether as tt
     >>> with tt.on_meta():
@@ -55,8 +56,9 @@ def on_meta() -> Iterator[None]:
     >>> norm.running_var.device.type, tt.materialize(norm).running_var
     ('meta', tensor([1., 1.]))
     """
-    with _modules_built() as modules, recording() as recorder:
-        yield
+    with _modules_built() as modules:
+        with recording() as recorder:
+            yield
         _attach_recipes(modules, recorder)
 
 
@@ -95,7 +97,7 @@ def _attach_recipes(modules: dict[int, nn.Module], recorder: Recorder) -> None:
             if recipe is not None and tensor is not None and not recorder.is_stale(recipe):
                 setattr(tensor, _RECIPE, recipe)
                 kept.append(recipe)
-                if name in buffers_of(module):
+                if name in parameters_of(module) or name in buffers_of(module):
                     own[name] = recipe
         if own:
             module.__dict__[_RECIPES] = own
@@ -201,7 +203,8 @@ def recipes_of(component: Component, modules: dict[str, nn.Module]) -> dict[int,
     found = {}
     for i, member in enumerate(component.members):
         recipe = getattr(member.tensor, _RECIPE, None)
-        for name in member.names if recipe is None and len(component.members) == 1 else ():
+        is_plain = type(member.tensor) in STOCK or isinstance(member.tensor, Weight)  # not sharded since
+        for name in member.names if recipe is None and is_plain and len(component.members) == 1 else ():
             path, _, leaf = name.rpartition(".")
             recipe = recipe or (vars(modules[path]).get(_RECIPES, {}).get(leaf) if path in modules else None)
         if isinstance(recipe, Recipe) and recipe.ref.size == tuple(member.tensor.shape):

@@ -33,7 +33,11 @@ class Const:
 
 @dataclass(frozen=True)
 class RecordedOp:
-    """One recorded op. ``op`` is its name, so that a record can be pickled; empty for a constant."""
+    """One recorded op. ``op`` is its name, so that a record can be pickled; empty for a constant.
+
+    ``state`` is the state of a random generator, for an op that draws numbers from it. ``is_random`` if an op draws
+    numbers that the record does not determine: those of the generator that the caller has seeded, or not.
+    """
 
     op: str
     args: tuple[Any, ...]
@@ -42,6 +46,7 @@ class RecordedOp:
     touches: frozenset[int]
     default_dtype: torch.dtype
     is_random: bool = False
+    state: Ref | None = None
 
     @property
     def fills(self) -> bool:
@@ -56,26 +61,43 @@ class Program:
     steps: dict[int, RecordedOp] = field(default_factory=dict)
     history: dict[int, list[int]] = field(default_factory=dict)
 
+    _known: dict[int, bool] = field(default_factory=dict)
+
+    def append(self, step: RecordedOp, written: Iterable[int] = ()) -> None:
+        """Append ``step``, which writes to the memories ``written``, too."""
+        number = len(self.steps)
+        self.steps[number] = step
+        made = {ref.memory for _, ref in step.makes}
+        is_known = all(self._known.get(memory, False) for memory in step.touches)
+        for memory in dict.fromkeys([*made, *written]):
+            self.history.setdefault(memory, []).append(number)
+            self._known[memory] = is_known and self._known.get(memory, memory in made)
+
+    def keep(self, memories: Iterable[int]) -> None:
+        """Keep only the steps on which the contents of ``memories`` depend; no step is appended afterwards."""
+        self.steps = {number: self.steps[number] for number in self.slice(memories)}
+        self.history = {m: [n for n in numbers if n in self.steps] for m, numbers in self.history.items()}
+        self._known.clear()
+
     def slice(self, memories: Iterable[int]) -> list[int]:
         """Return the numbers of all steps on which the final contents of ``memories`` depend, in order."""
-        needed, chosen, todo = set[int](), set[int](), list(memories)
+        chosen = set[int]()
+        ends: dict[int, int] = {}  # steps from here on do not matter
+        todo = [(memory, max(self.steps, default=-1) + 1) for memory in memories]
         while todo:
-            memory = todo.pop()
-            if memory not in needed:
-                needed.add(memory)
-                for number in self.history.get(memory, ()):
-                    if number not in chosen:
-                        chosen.add(number)
-                        todo += self.steps[number].touches
+            memory, end = todo.pop()
+            if end <= ends.get(memory, 0):
+                continue
+            ends[memory] = end
+            for number in self.history.get(memory, ()):
+                if number < end and number not in chosen:
+                    chosen.add(number)
+                    todo += ((touched, number) for touched in self.steps[number].touches)
         return sorted(chosen)
 
     def knows(self, memory: int) -> bool:
-        """Return whether all memories that ``memory`` depends on are made by steps, and a step sets its values."""
-        numbers = self.slice([memory])
-        steps = [self.steps[number] for number in numbers]
-        made = {ref.memory for step in steps for _, ref in step.makes}
-        touched = {m for step in steps for m in step.touches}
-        return touched <= made and any(self.steps[number].fills for number in self.history.get(memory, ()))
+        """Return whether steps make all that the contents of ``memory`` depend on, and one of them sets its values."""
+        return self._known.get(memory, False) and any(self.steps[n].fills for n in self.history[memory])
 
     def is_random(self, memory: int) -> bool:
         return any(self.steps[number].is_random for number in self.slice([memory]))

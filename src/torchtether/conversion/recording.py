@@ -6,7 +6,7 @@ memory, and the geometry over it.  So views need no steps, and the record keeps 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from numbers import Integral
 from typing import Any
@@ -17,7 +17,9 @@ from torch.overrides import TorchFunctionMode
 
 from ..geometry.blocks import is_strided
 from ..torch_private.dispatching import TorchDispatchMode, schema_of, tree_leaves, tree_map
+from ..torch_private.initialisers import INITIALISERS, initialiser_that_asks
 from ..torch_private.tensors import storage_id
+from .generators import Generators, labelled
 from .programs import Const, Program, Recipe, RecordedOp, Ref
 from .replaying import Replay
 
@@ -36,6 +38,8 @@ class Recorder(TorchDispatchMode):
         self.program = Program()
         self._numbers: dict[int, int] = {}
         self._memories: list[torch.UntypedStorage] = []  # kept alive while recording, so that no id is reused
+        self._large: list[Const] = []
+        self.generators: Generators = Generators(self.program, self.state)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -82,7 +86,21 @@ class Recorder(TorchDispatchMode):
         """Record that ``made``, on ``meta``, has the values of ``value``: ``torch.tensor`` shows them to no op."""
         ref = self.ref(made)
         if ref.memory not in self.program.history:
-            self._append(RecordedOp("", (self._const(value),), {}, ((0, ref),), frozenset(), torch.get_default_dtype()))
+            self._put(ref, self._const(value))
+
+    def initialise(self, name: str, arguments: dict[str, Any]) -> None:
+        """Record a call of the function ``name`` of ``torch.nn.init``, which fills the argument ``tensor``."""
+        memory = {self.ref(arguments["tensor"]).memory}
+        self._append(f"{INITIALISERS}::{name}", (), arguments, (), memory, memory, "generator" in arguments)
+
+    def state(self, value: Tensor) -> Ref:
+        """Return the Ref of a memory with the bytes ``value``, the state of a random generator."""
+        ref = self.ref(value)
+        self._put(ref, Const(value.clone()))
+        return ref
+
+    def _put(self, ref: Ref, const: Const) -> None:
+        self.program.append(RecordedOp("", (const,), {}, ((0, ref),), frozenset(), torch.get_default_dtype()))
 
     def overwrite(self, made: Tensor, value: Tensor | None) -> None:
         """Record that ``made``, on ``meta``, has the values of ``value`` from here on; ``None`` if they are unknown."""
@@ -91,7 +109,7 @@ class Recorder(TorchDispatchMode):
                 made.copy_(value)
             return
         memory = self.ref(made).memory
-        self._append(RecordedOp("", (), {}, (), frozenset({_NO_MEMORY}), torch.get_default_dtype()), [memory])
+        self.program.append(RecordedOp("", (), {}, (), frozenset({_NO_MEMORY}), torch.get_default_dtype()), [memory])
 
     def value_of(self, tensor: Tensor) -> Tensor | None:
         """Return the values that ``tensor`` would have on the CPU, for constructors that read them.
@@ -105,11 +123,7 @@ class Recorder(TorchDispatchMode):
 
     def close(self, kept: Iterable[Recipe]) -> None:
         """Keep the steps that the recipes ``kept`` need, and release every tensor and memory of the model."""
-        wanted = self.program.slice({recipe.ref.memory for recipe in kept})
-        self.program.steps = {number: self.program.steps[number] for number in wanted}
-        self.program.history = {
-            memory: [n for n in numbers if n in self.program.steps] for memory, numbers in self.program.history.items()
-        }
+        self.program.keep({recipe.ref.memory for recipe in kept})
         for step in self.program.steps.values():
             for const in tree_leaves((step.args, step.kwargs)):
                 if isinstance(const, Const) and const.version is not None:
@@ -119,6 +133,8 @@ class Recorder(TorchDispatchMode):
 
     def is_stale(self, recipe: Recipe) -> bool:
         """Return whether a large real tensor in ``recipe`` was written to after it was recorded."""
+        if all(const.version == const.tensor._version for const in self._large):
+            return False
         steps = (self.program.steps[number] for number in self.program.slice([recipe.ref.memory]))
         consts = (x for step in steps for x in tree_leaves((step.args, step.kwargs)) if isinstance(x, Const))
         return any(const.version not in (None, const.tensor._version) for const in consts)
@@ -138,23 +154,35 @@ class Recorder(TorchDispatchMode):
         if not new and not written:
             return  # a view, or an op whose result is not a tensor
         touched = {self.ref(x).memory for x in inputs if _is_meta(x)}
+        changed = {self.ref(x).memory for x in written}
         makes = tuple((i, self.ref(x)) for i in new if (x := outputs[i]) is not None)
+        name = func.name() if "." in func.name().partition("::")[2] else f"{func.name()}.default"
+        self._append(name, args, kwargs, makes, touched, changed, torch.Tag.nondeterministic_seeded in func.tags)
+
+    def _append(
+        self,
+        name: str,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        makes: tuple[tuple[int, Ref], ...],
+        touched: set[int],
+        changed: set[int],
+        draws: bool,
+    ) -> None:
+        """Append the op ``name``; ``draws`` if it draws random numbers."""
+        state = self.generators.state_for(args, kwargs) if draws else None
+        drawn = set() if state is None else {state.memory}
         step = RecordedOp(
-            func.name() if "." in func.name().partition("::")[2] else f"{func.name()}.default",
+            name,
             tuple(tree_map(self._note, args)),
             tree_map(self._note, kwargs),
             makes,
-            frozenset(touched),
+            frozenset(touched | drawn),
             torch.get_default_dtype(),
-            torch.Tag.nondeterministic_seeded in func.tags,
+            draws and state is None,
+            state,
         )
-        self._append(step, {self.ref(x).memory for x in written})
-
-    def _append(self, step: RecordedOp, written: Iterable[int] = ()) -> None:
-        number = len(self.program.steps)
-        self.program.steps[number] = step
-        for memory in dict.fromkeys([*(ref.memory for _, ref in step.makes), *written]):
-            self.program.history.setdefault(memory, []).append(number)
+        self.program.append(step, changed | drawn)
 
     def _note(self, value: Any) -> Any:
         if not isinstance(value, Tensor):
@@ -165,7 +193,8 @@ class Recorder(TorchDispatchMode):
         if value.numel() <= _SMALL or value.is_inference():
             return Const(value.detach().clone())
         # not detached: inside a dispatch mode ``detach`` returns a tensor with a version counter of its own
-        return Const(value, value._version)
+        self._large.append(Const(value, value._version))
+        return self._large[-1]
 
     def _result_on_values(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Return the result of ``func`` on real values, for ops like ``nonzero``; ``None`` if values are unknown."""
@@ -189,7 +218,7 @@ _VALUE_READERS = {
 _INDEXED = {Tensor.__getitem__, Tensor.__setitem__}
 """Methods that make a tensor of each list in an index, on the device of the indexed tensor, without an op."""
 
-
+_IS_META = {Tensor.is_meta.__get__}  # type: ignore[attr-defined]
 _ELEMENTWISE = {Tensor.apply_, Tensor.map_, Tensor.map2_}
 """Methods that call a Python function for each element, and that do nothing on ``meta``."""
 
@@ -207,6 +236,8 @@ class DataReader(TorchFunctionMode):
             value = self.recorder.value_of(args[0])
             if value is not None:
                 return func(value, *args[1:], **kwargs)
+        if func in _IS_META and _is_meta(args[0]) and (call := initialiser_that_asks(args[0])) is not None:
+            self.recorder.initialise(*call)
         if func in _INDEXED and _is_meta(args[0]):
             args = (args[0], _index_tensors(args[1]), *args[2:])
         out = func(*args, **kwargs)
@@ -263,5 +294,5 @@ def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
 def recording() -> Iterator[Recorder]:
     """Put new tensors on ``meta`` inside the block, and record how they were computed."""
     recorder = Recorder()
-    with torch.device("meta"), DataReader(recorder), recorder:
+    with labelled(), recorder.generators, torch.device("meta"), DataReader(recorder), recorder:
         yield recorder

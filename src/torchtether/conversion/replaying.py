@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..errors import ConversionError
 from ..geometry.views import extent
 from ..torch_private.dispatching import tree_leaves, tree_map
+from ..torch_private.initialisers import INITIALISERS
 from ..torch_private.tensors import storage_id
 from .programs import Const, Program, Recipe, RecordedOp, Ref
 
@@ -53,19 +55,35 @@ class Replay:
         if torch.get_default_dtype() != step.default_dtype:
             torch.set_default_dtype(step.default_dtype)
 
+        # numbers that a seed determines are drawn on the CPU: the same seed gives others on other devices
+        device = self.device if step.state is None else torch.device("cpu")
+        moved: list[tuple[Tensor, Tensor]] = []
+
         def real(value: Any) -> Any:
             if isinstance(value, Ref):
-                return self._tensor(program, value)
+                held = self._tensor(program, value)
+                if held.device != device:
+                    moved.append((held, held.to(device)))
+                    return moved[-1][1]
+                return held
             if isinstance(value, Const):
                 return value.tensor
-            return self.device if isinstance(value, torch.device) and value.type == "meta" else value
+            if isinstance(value, torch.Generator) and step.state is not None:
+                return None
+            return device if isinstance(value, torch.device) and value.type == "meta" else value
 
         args, kwargs = tree_map(real, step.args), tree_map(real, step.kwargs)
-        out = _op(step.op)(*args, **kwargs) if step.op else args[0].to(self.device, copy=True)
+        if step.state is not None:
+            with _drawing(self._tensor(program, step.state)):
+                out = _op(step.op)(*args, **kwargs)
+        else:
+            out = _op(step.op)(*args, **kwargs) if step.op else args[0].to(self.device, copy=True)
+        for held, copy in moved:
+            held.copy_(copy)
         outputs = tree_leaves(out)
         for i, ref in step.makes:
             if (program, ref.memory) not in self._memory:
-                self._memory[program, ref.memory] = self._laid_out(outputs[i], ref, step)
+                self._memory[program, ref.memory] = self._laid_out(outputs[i].to(self.device), ref, step)
 
     def _laid_out(self, tensor: Tensor, ref: Ref, step: RecordedOp) -> torch.UntypedStorage:
         """Return memory of ``tensor`` with the geometry of ``ref``: a copy if the real op chose another geometry."""
@@ -89,6 +107,19 @@ class Replay:
         return _over(self._memory[program, ref.memory], ref, self.device)
 
 
+@contextmanager
+def _drawing(state: Tensor) -> Iterator[None]:
+    """Draw from a generator with ``state`` inside the block, and leave its new state there."""
+    generator = torch.default_generator
+    before = generator.get_state()
+    generator.set_state(state.cpu())
+    try:
+        yield
+    finally:
+        state.copy_(generator.get_state())
+        generator.set_state(before)
+
+
 def _over(memory: torch.UntypedStorage, ref: Ref, device: torch.device) -> Tensor:
     made = torch.empty(0, dtype=ref.dtype, device=device)
     made.set_(memory, ref.offset, ref.size, ref.stride)
@@ -98,6 +129,8 @@ def _over(memory: torch.UntypedStorage, ref: Ref, device: torch.device) -> Tenso
 
 def _op(name: str) -> Callable[..., Any]:
     space, _, rest = name.partition("::")
+    if space == INITIALISERS:
+        return getattr(nn.init, rest)  # type: ignore[no-any-return]
     packet, _, overload = rest.partition(".")
     op: Callable[..., Any] = getattr(getattr(getattr(torch.ops, space), packet), overload)
     return op
