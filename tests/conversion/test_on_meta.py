@@ -391,7 +391,7 @@ def test_a_tensor_of_random_scalars_can_be_made():
 def test_random_values_that_python_changes_one_by_one_are_not_made_up():
     with tt.on_meta():
         model = Holder(lambda: torch.rand(3).apply_(lambda x: x + 1))
-    with pytest.raises(tt.ConversionError, match=r"^it: on meta, without a record"):
+    with pytest.raises(tt.ConversionError, match=r"^it: on meta, without a record of values"):
         tt.materialize(model)
 
 
@@ -436,7 +436,7 @@ def test_a_large_real_tensor_that_changes_later_is_not_trusted():
         other = torch.ones(2**20 + 1, device="cpu")
         model.register_buffer("lost", other.to("meta"))
         other.zero_()
-    with pytest.raises(tt.ConversionError, match=r"^lost: on meta, without a record"):
+    with pytest.raises(tt.ConversionError, match=r"^lost: on meta, without a record of values"):
         tt.materialize(model)
 
 
@@ -466,7 +466,7 @@ def test_an_alias_alone_does_not_tell_the_owners_values():
     with tt.on_meta():
         model = transposed()
     del model.a._tether_recipe
-    with pytest.raises(tt.ConversionError, match=r"^a: on meta, without a record"):
+    with pytest.raises(tt.ConversionError, match=r"^a: on meta, without a record of values"):
         tt.materialize(model)
 
 

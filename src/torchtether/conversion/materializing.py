@@ -282,9 +282,10 @@ def _check_init(components: Iterable[Component], modules: dict[str, nn.Module], 
         and component.members[0].tensor.numel()
     ]
     if lost:
+        names = describe_some(lost, 8)
         raise ConversionError(
-            f"{describe_some(lost, 8)}: on meta, without a record by tt.on_meta() and without reset_parameters",
-            fix="Build the model inside tt.on_meta(), or pass init=.",
+            f"{names}: on meta, without a record of values by tt.on_meta() and without reset_parameters",
+            fix="Build the model inside tt.on_meta(). Where its constructor sets no values, load them, or pass init=.",
         )
 
 
