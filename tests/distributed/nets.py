@@ -6,7 +6,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import torchtether as tt
-from torchtether.distributed.shadows import box_of, local_of
+from torchtether.geometry.shards import box_of, local_of
 from torchtether.weights.ops.rows import cut_rows
 
 

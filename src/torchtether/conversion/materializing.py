@@ -19,13 +19,13 @@ from .._warnings import warn
 from ..errors import ConversionError
 from ..exchange.exchange import Exchange
 from ..exchange.optimizer_state import Optimizers
-from ..geometry.blocks import STOCK, is_strided
+from ..geometry.blocks import is_strided
 from ..ties.components import Component, find_components, tie_of
-from ..ties.names import named_tensors
+from ..ties.names import is_sharded, named_tensors
 from ..ties.spans import member_view, plain_values, span_tensor
 from ..torch_private.modules import buffers_of, parameters_of
 from ..torch_private.observers import not_followed
-from ..torch_private.tensors import base_of
+from ..torch_private.tensors import base_of, local_or_itself
 from ..weights.module_load import encoded_as
 from ..weights.weight import Weight
 from .attributes import attributes_of, unregistered
@@ -203,11 +203,11 @@ def recipes_of(component: Component, modules: dict[str, nn.Module]) -> dict[int,
     found = {}
     for i, member in enumerate(component.members):
         recipe = getattr(member.tensor, _RECIPE, None)
-        is_plain = type(member.tensor) in STOCK or isinstance(member.tensor, Weight)  # not sharded since
-        for name in member.names if recipe is None and is_plain and len(component.members) == 1 else ():
+        for name in member.names if recipe is None and len(component.members) == 1 else ():
             path, _, leaf = name.rpartition(".")
             recipe = recipe or (vars(modules[path]).get(_RECIPES, {}).get(leaf) if path in modules else None)
-        if isinstance(recipe, Recipe) and recipe.ref.size == tuple(member.tensor.shape):
+        has_codes = is_sharded(member.tensor) and isinstance(local_or_itself(member.tensor), Weight)
+        if isinstance(recipe, Recipe) and recipe.ref.size == tuple(member.tensor.shape) and not has_codes:
             found[i] = recipe
     has_owner = any(owner in component.members[i].names for i in found)
     return found if has_owner else {}
@@ -244,6 +244,11 @@ def _replayed(
     owner = next(i for i in recipes if tie is None or tie.owner in members[i].names)
     value = replay.tensor(recipes[owner])
     held = members[owner].tensor
+    if is_sharded(held):
+        from ..geometry.shards import shard_like  # imports DTensor, which takes half a second
+
+        yield held, shard_like(held, value)
+        return
     if isinstance(held, Weight) and not held.scheme.transparent:
         span: Tensor = encoded_as(held, value.to(held.dtype))
         for member in members:
@@ -258,8 +263,8 @@ def _replayed(
 
 
 def _matches(tensor: Tensor, recipe: Recipe) -> bool:
-    ref = recipe.ref
-    return not isinstance(tensor, Weight) and (tensor.dtype, tuple(tensor.stride())) == (ref.dtype, ref.stride)
+    ref, is_whole = recipe.ref, not isinstance(tensor, Weight) and not is_sharded(tensor)
+    return is_whole and (tensor.dtype, tuple(tensor.stride())) == (ref.dtype, ref.stride)
 
 
 # -- tensors that modules initialise ----------------------------------------------------------------------------------

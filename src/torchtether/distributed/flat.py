@@ -18,13 +18,14 @@ from ..errors import CheckpointError
 from ..exchange.optimizer_state import Optimizers
 from ..files import KEY, OPTIMIZER, Record, new_folder, part_key
 from ..formats import native
+from ..geometry.shards import box_of, local_of
 from ..geometry.views import Shape, contiguous_stride
 from ..schemes import Part, part_rows
 from ..weights.spec import WeightSpec
 from ..weights.weight import Weight
 from .optimizers import as_bytes, optimizer_tensors
 from .ranks import Ranks
-from .shadows import Shadowed, box_of, local_of, with_local
+from .shadows import Shadowed, with_local
 
 
 def state_dict(

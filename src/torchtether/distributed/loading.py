@@ -19,6 +19,7 @@ from ..conversion.selection import Rules
 from ..errors import LoadError
 from ..exchange.exchange import Exchange
 from ..exchange.optimizer_state import Optimizers, check_belongs, optimizers_of
+from ..geometry.shards import box_of
 from ..loading.options import Device, Dtype, LoadOptions, Ties
 from ..loading.plan import LoadPlan, make_plan
 from ..loading.report import LoadReport
@@ -32,7 +33,6 @@ from ..torch_private.fsdp2 import fsdp2_states, offloaded_parameters, renew_shar
 from .optimizers import OptimizerLoad
 from .ranks import Ranks
 from .shadows import (
-    box_of,
     check_unwrapped,
     device_of,
     local_shadow,

@@ -17,11 +17,12 @@ from .._checks import describe
 from ..errors import CheckpointError, LoadError, OptimizerError
 from ..exchange.optimizer_state import Optimizers, check_belongs, optimizers_of
 from ..files import OPTIMIZER, DcpFile, Store, is_dcp, is_folder
+from ..geometry.shards import box_of, local_of
 from ..geometry.views import View, contiguous_stride
 from ..renaming.pieces import Range
 from ..ties.names import named_tensors
 from ..torch_private.modules import unwrapped_name
-from .shadows import box_of, local_of, with_local
+from .shadows import with_local
 
 FOLDER = "optimizer"
 """Name of the optimizer's folder inside the folder of a checkpoint in safetensors files."""

@@ -19,11 +19,12 @@ from ..errors import CheckpointError
 from ..exchange.optimizer_state import Optimizers
 from ..files import FolderChange, beside, folder_for, put_in_place
 from ..formats import Contained, Writable, writable
+from ..geometry.shards import box_of, local_of
 from ..progress import Progress, ticking
 from .flat import save_dcp
 from .optimizers import FOLDER, optimizer_tensors
 from .ranks import Ranks
-from .shadows import Shadowed, box_of, local_of
+from .shadows import Shadowed
 from .transfers import Item, Transfers
 
 

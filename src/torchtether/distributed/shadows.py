@@ -9,17 +9,16 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from ..checkpoint.saver import as_saved
 from ..conversion.attributes import ORIGIN
 from ..errors import CheckpointError, ConversionError
 from ..geometry.blocks import STOCK, is_strided
+from ..geometry.shards import local_of
 from ..geometry.views import Shape
-from ..renaming.pieces import Range
 from ..ties.names import named_tensors
-from ..torch_private.fsdp2 import local_shape_and_offset
 from ..torch_private.modules import set_tables, tables_of
 from ..torch_private.tensors import storage_id
 from ..weights.ops.padding import mark_shard
@@ -55,41 +54,6 @@ def reshard(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-
-
-def local_of(tensor: DTensor) -> Tensor:
-    """Return this rank's part of ``tensor``, without a graph."""
-    with torch.no_grad():
-        local: Tensor = tensor.to_local()
-    return local
-
-
-def box_of(tensor: DTensor) -> tuple[Range, ...]:
-    """Return the indices of ``tensor`` that this rank holds, as (start, stop) for each dimension.
-
-    Raises NotImplementedError for placements without such a box (partial sums), and if the rank is not in the mesh.
-    """
-    if any(isinstance(placement, Partial) for placement in tensor.placements):
-        raise NotImplementedError(f"its placements {tensor.placements} are partial sums, which are not reduced yet")
-    box, mesh = [(0, size) for size in tensor.shape], tensor.device_mesh
-    coordinate = mesh.get_coordinate()
-    if coordinate is None:
-        raise NotImplementedError("this rank is not in its device mesh")
-    if all(isinstance(placement, (Shard, Replicate)) for placement in tensor.placements):
-        for place, ranks, placement in zip(coordinate, mesh.shape, tensor.placements, strict=True):
-            if isinstance(placement, Shard):
-                start, stop = box[placement.dim]
-                each = -(-(stop - start) // ranks)  # the rule of torch.chunk
-                box[placement.dim] = (min(start + place * each, stop), min(start + (place + 1) * each, stop))
-    else:  # FSDP2 over tensor parallelism of the same dimension; torch knows the order of those shards
-        shape, offset = local_shape_and_offset(tuple(tensor.shape), mesh, tensor.placements)
-        box = [(start, start + size) for start, size in zip(offset, shape, strict=True)]
-    size, local = tuple(stop - start for start, stop in box), tuple(local_of(tensor).shape)
-    if size != local:
-        raise NotImplementedError(
-            f"its placements {tensor.placements} give this rank shape {size}, and it holds {local}"
-        )
-    return tuple(box)
 
 
 def device_of(mesh: DeviceMesh) -> torch.device:

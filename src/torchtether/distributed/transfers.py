@@ -14,11 +14,11 @@ from torch.distributed.tensor import DTensor
 from .._dtypes import copyable
 from ..errors import CheckpointError
 from ..formats import Writable
+from ..geometry.shards import local_of
 from ..renaming.pieces import Range
 from ..schemes import part_rows
 from ..weights.weight import Weight
 from .ranks import Ranks
-from .shadows import local_of
 
 Region = tuple[slice, ...]
 Boxes = Mapping[str, tuple[Range, ...]]

@@ -13,8 +13,9 @@ from ..checkpoint.held import HeldCheckpoint
 from ..distributed.guards import check_shards
 from ..distributed.loading import find_boxes
 from ..distributed.ranks import Ranks
-from ..distributed.shadows import box_of, local_of, local_shadow, reshard, stand_in, whole_shadow
+from ..distributed.shadows import local_shadow, reshard, stand_in, whole_shadow
 from ..errors import LoadError
+from ..geometry.shards import box_of, local_of
 from ..loading.options import fault
 from ..loading.restricting import Box, restrict
 from ..loading.steps import Draft

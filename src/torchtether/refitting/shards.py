@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard
 
 from ..checkpoint.held import Ranges
-from ..distributed.shadows import box_of, local_of
+from ..geometry.shards import box_of, local_of
 
 
 class OwnShard:
