@@ -118,8 +118,9 @@ def materialize(
     initialisation, buffers exactly.  Other tensors are initialised by ``reset_parameters`` of their module.  If
     ``init`` is given, ``init(module)`` is called instead of that, after recorded values are in place, for every module
     with a new tensor in or below it, children first, as ``Module.apply`` does.  Each tensor is initialised once, by the
-    module of its owner; ties and views hold.  Tensors with memory are not touched.  State that ``optimizer`` (one or
-    several) has on ``meta`` has no values; it is dropped, and the next step makes it again.
+    module of its owner; ties and views hold.  Tensors with memory are not touched.  Of a recorded tensor that is
+    sharded each rank computes all and keeps its part; replicas get that of their first rank, so all ranks must make
+    this call.  State that ``optimizer`` (one or several) has on ``meta`` has no values; the next step makes it again.
 
     Raises:
         OptimizerError: the optimizer belongs to another model; nothing has changed.
