@@ -60,8 +60,8 @@ class Program:
 
     steps: dict[int, RecordedOp] = field(default_factory=dict)
     history: dict[int, list[int]] = field(default_factory=dict)
-
     _known: dict[int, bool] = field(default_factory=dict)
+    """By memory, while the record is open: whether steps make all that its contents depend on."""
 
     def append(self, step: RecordedOp, written: Iterable[int] = ()) -> None:
         """Append ``step``, which writes to the memories ``written``, too."""
@@ -83,7 +83,8 @@ class Program:
         """Return the numbers of all steps on which the final contents of ``memories`` depend, in order."""
         chosen = set[int]()
         ends: dict[int, int] = {}  # steps from here on do not matter
-        todo = [(memory, max(self.steps, default=-1) + 1) for memory in memories]
+        last = max(self.steps, default=-1)
+        todo = [(memory, last + 1) for memory in memories]
         while todo:
             memory, end = todo.pop()
             if end <= ends.get(memory, 0):
