@@ -258,6 +258,27 @@ def test_an_interrupted_save_leaves_the_old_checkpoint(tmp_path):
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
+@pytest.mark.parametrize("name", ["folder", "x.safetensors", "x.gguf"])
+@pytest.mark.parametrize(("before", "after"), [(None, "int8"), ("nf4", "fp4"), ("nf4", None)])
+def test_a_model_that_is_converted_during_a_save_is_one_error(tmp_path, name, before, after):
+    """Values in another scheme than recorded would be read as other values, and a Weight has no address to read at."""
+    if name == "x.gguf" and before is not None:
+        pytest.skip("GGUF has no type for nf4")
+    model = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
+    if before is not None:
+        tt.quantize(model, before)
+
+    def convert(done, total):
+        tt.dequantize(model)
+        if after is not None:
+            tt.quantize(model, after)
+
+    format = "gguf" if name == "x.gguf" else "native"
+    with pytest.raises(tt.CheckpointError, match=r"1\.weight: it (became|was converted).*while it was saved"):
+        tt.save(model, tmp_path / name, format=format, progress=convert)
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root writes anywhere")
 def test_a_read_only_folder_is_one_error(tmp_path):
     tmp_path.chmod(0o500)

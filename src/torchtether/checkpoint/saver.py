@@ -131,6 +131,9 @@ class HeldGroup(ShardGroup):
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         yield from self.stored.items()
         for name, weight in self.packed.items():
+            if not isinstance(weight, Weight) or weight.spec.replace(tie=None) != self.weights[name]:
+                what = "it was converted while it was saved"
+                raise CheckpointError(what, name=name, fix="Change the model before the save or after it.")
             yield from self.format.pack(name, weight).items()
 
     def add(self, name: str, tensor: Tensor) -> None:

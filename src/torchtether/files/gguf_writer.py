@@ -15,7 +15,7 @@ from ..geometry.views import Shape
 from ..progress import Tick, no_tick
 from .ggml import PACKINGS, PLAIN, Packing
 from .gguf import ALIGNMENT, MAGIC, RANK_LIMIT, RawValue
-from .writer import write_bytes, write_tensor
+from .writer import as_planned, write_bytes, write_tensor
 
 Scalar = str | bool | int | float
 Pairs = Mapping[str, Scalar | Sequence[Scalar]]
@@ -43,9 +43,7 @@ def write_gguf(
     head, start, stop = _header(layout, packings, pairs, name)
     write_bytes(file, memoryview(head))
     for key, tensor in made:
-        if layout.get(key) != (tensor.dtype, tuple(tensor.shape)) or key not in start:
-            given = f"it was planned as {layout.get(key)}, and made as {tensor.dtype} {tuple(tensor.shape)}"
-            raise CheckpointError(given, name=key)
+        tensor = as_planned(tensor, key, layout, start)
         file.seek(start.pop(key))
         write_tensor(file, tensor, tick)
         del tensor

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from io import FileIO
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .._checks import describe
 from ..errors import CheckpointError
+from ..geometry.blocks import is_strided
 from ..geometry.views import Shape
 from ..progress import Tick, no_tick
 from .checksum import Checksum
@@ -51,9 +52,7 @@ def write_made(
     with ThreadPoolExecutor(1) as aside:
         checksum = Checksum(aside)
         for key, tensor in made:
-            if layout.get(key) != (tensor.dtype, tuple(tensor.shape)) or key not in start:
-                given = f"it was planned as {layout.get(key)}, and made as {tensor.dtype} {tuple(tensor.shape)}"
-                raise CheckpointError(given, name=key)
+            tensor = as_planned(tensor, key, layout, start)
             file.seek(start.pop(key))
             write_tensor(file, tensor, tick, checksum)
             checksums[key] = checksum.value()
@@ -68,6 +67,21 @@ def write_made(
     return digest(final[8:])
 
 
+def as_planned(tensor: Tensor, key: str, layout: Layout, missing: Container[str]) -> Tensor:
+    """Return ``tensor``, detached. Raise CheckpointError unless it is one of ``missing``, has its layout, and memory.
+
+    What is detached stays as it is when a progress callback or another thread converts the model.
+    """
+    tensor = tensor.detach()
+    if layout.get(key) != (tensor.dtype, tuple(tensor.shape)) or key not in missing:
+        given = f"it was planned as {layout.get(key)}, and made as {tensor.dtype} {tuple(tensor.shape)}"
+        raise CheckpointError(given, name=key)
+    if not is_strided(tensor):  # its address leads nowhere, and reading there would end the process
+        what = f"it became {describe(tensor)} while it was saved"
+        raise CheckpointError(what, name=key, fix="Change the model before the save or after it.")
+    return tensor
+
+
 def check_writable(name: str, tensor: Tensor) -> None:
     """Raise CheckpointError, naming ``name``, if the format cannot hold ``tensor``."""
     if not isinstance(tensor, Tensor):
@@ -80,7 +94,7 @@ def check_writable(name: str, tensor: Tensor) -> None:
 
 def write_tensor(file: FileIO, tensor: Tensor, tick: Tick, checksum: Checksum | None = None) -> None:
     """Write the values of ``tensor`` in row-major order; add the written bytes to ``checksum``."""
-    for piece in pieces(tensor.detach(), PIECE):
+    for piece in pieces(tensor, PIECE):
         flat = memory_of(piece.resolve_conj().resolve_neg().contiguous().cpu())
         if checksum is not None:
             checksum.add(flat)
