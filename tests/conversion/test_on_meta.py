@@ -20,6 +20,7 @@ import torchtether as tt
 from tests.ties.models import transposed
 from torchtether.conversion.recording import Recorder
 from torchtether.conversion.replaying import Replay
+from torchtether.ties.names import named_tensors
 
 F = torch.nn.functional
 
@@ -207,6 +208,32 @@ def test_a_deepcopied_model_keeps_its_buffers():
     assert torch.equal(other.inv, rotary())
     assert model.inv.is_meta
     assert torch.equal(tt.materialize(model).inv, rotary())
+
+
+def test_modules_that_are_copied_in_a_constructor_have_what_they_copy():
+    """``deepcopy`` registers the parts of a copy nowhere."""
+
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))
+            nn.init.constant_(self.inner[0].weight, 5.0)
+            self.inner[1].register_buffer("shift", torch.arange(3.0), persistent=False)
+
+    def make():
+        layer = Scaled()
+        copies = nn.ModuleList(copy.deepcopy(layer) for _ in range(2))
+        encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2)
+        return nn.ModuleList([copies, encoder, nn.Transformer(8, 2, 1, 1, 16, batch_first=True)])
+
+    torch.manual_seed(3)
+    eager = make()
+    with tt.on_meta():
+        model = make()
+    torch.manual_seed(3)
+    tt.materialize(model)
+    for name, tensor in named_tensors(eager).items():
+        assert torch.equal(named_tensors(model)[name], tensor), name
 
 
 def test_buffers_follow_a_dtype_conversion_on_meta():
