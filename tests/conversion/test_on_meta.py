@@ -402,6 +402,13 @@ def test_code_that_asks_for_values_gets_them():
     assert asked == (True, 3, True)
 
 
+def test_text_of_a_scalar_is_that_of_its_value():
+    with tt.on_meta():
+        half = torch.linspace(0, 1, 3)[1]
+        assert (f"{half}", f"{half:.2f}", f"level_{torch.tensor(3)}") == ("0.5", "0.50", "level_3")
+        assert "meta" in f"{torch.ones(3)}"
+
+
 def test_random_values_are_not_made_up():
     with tt.on_meta(), pytest.raises((RuntimeError, NotImplementedError), match="meta"):
         torch.rand(1).item()

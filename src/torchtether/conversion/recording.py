@@ -215,6 +215,9 @@ _VALUE_READERS = {
 }
 """Methods that need values, and that raise on ``meta`` before any op is dispatched."""
 
+_FORMAT = Tensor.__format__
+"""A reader of the value of a tensor without dimensions; others are formatted as ``repr`` does."""
+
 _INDEXED = {Tensor.__getitem__, Tensor.__setitem__}
 """Methods that make a tensor of each list in an index, on the device of the indexed tensor, without an op."""
 
@@ -232,7 +235,7 @@ class DataReader(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
-        if func in _VALUE_READERS and _is_meta(args[0]):
+        if (func in _VALUE_READERS or (func is _FORMAT and args[0].dim() == 0)) and _is_meta(args[0]):
             value = self.recorder.value_of(args[0])
             if value is not None:
                 return func(value, *args[1:], **kwargs)
