@@ -68,6 +68,11 @@ def of_many_kinds():
     return dropped + torch.bernoulli(torch.full((6,), 0.5)) + torch.multinomial(torch.ones(8), 6)
 
 
+def of_two_numbers():
+    torch.manual_seed(42)
+    return torch.normal(0.0, 0.1, (3,)) + torch.normal(mean=1.0, std=2.0, size=(3,), dtype=torch.float32)
+
+
 def of_a_random_size():
     torch.manual_seed(42)
     return torch.randn(int(torch.randint(3, 9, ())))
@@ -75,7 +80,7 @@ def of_a_random_size():
 
 SEEDED = [
     seeded, after_others, seeded_twice, with_the_callers_seed, forked, set_again, by_a_generator, of_many_kinds,
-    of_a_random_size,
+    of_two_numbers, of_a_random_size,
 ]  # fmt: skip
 
 
@@ -112,6 +117,18 @@ def test_seeds_of_constructors_determine_their_numbers(make, tmp_path):
     torch.manual_seed(8)
     tt.load(again, tmp_path)  # other numbers are not needed
     assert torch.equal(again.made, expected.made)
+
+
+def test_normal_of_two_numbers_is_on_meta_like_others():
+    """``torch.device`` does not know it: it would be drawn at once, and move the generator on."""
+    torch.manual_seed(7)
+    expected = Model(lambda: torch.normal(0.0, 0.1, size=(3,)))
+    with tt.on_meta():
+        model = Model(lambda: torch.normal(0.0, 0.1, size=(3,)))
+        assert torch.normal(0.0, 0.1, size=(3,), device="cpu").device.type == "cpu"
+    assert model.made.is_meta
+    torch.manual_seed(7)
+    assert len(same(tt.materialize(model), expected)) == 5
 
 
 def test_numbers_of_the_caller_are_drawn_when_they_are_needed():

@@ -235,6 +235,8 @@ class DataReader(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
+        if func is torch.normal and not any(isinstance(x, Tensor) for x in (*args, *kwargs.values())):
+            kwargs = {"device": torch.get_default_device()} | kwargs  # which torch.device gives all others
         if (func in _VALUE_READERS or (func is _FORMAT and args[0].dim() == 0)) and _is_meta(args[0]):
             value = self.recorder.value_of(args[0])
             if value is not None:
