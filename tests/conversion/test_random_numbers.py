@@ -117,6 +117,7 @@ def test_seeds_of_constructors_determine_their_numbers(make, tmp_path):
     torch.manual_seed(8)
     tt.load(again, tmp_path)  # other numbers are not needed
     assert torch.equal(again.made, expected.made)
+    assert b"torchtether" not in pickle.dumps(again)
 
 
 def test_normal_of_two_numbers_is_on_meta_like_others():

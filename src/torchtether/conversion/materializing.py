@@ -90,9 +90,8 @@ def _modules_built() -> Iterator[dict[int, nn.Module]]:
 def _attach_recipes(built: dict[int, nn.Module], recorder: Recorder) -> None:
     """Attach its recipe to every tensor in or below the modules ``built`` whose values the record determines."""
     kept: list[Recipe] = []
-    modules = {
-        id(module): module for top in built.values() for module in top.modules()
-    }  # of a copy only the top is seen
+    # a copied module registers nothing but its top in another
+    modules = {id(module): module for top in built.values() for module in top.modules()}
     for module in modules.values():
         own: dict[str, Recipe] = {}
         for name, tensor in {**parameters_of(module), **buffers_of(module), **dict(attributes_of(module))}.items():

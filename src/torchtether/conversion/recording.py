@@ -222,6 +222,8 @@ _INDEXED = {Tensor.__getitem__, Tensor.__setitem__}
 """Methods that make a tensor of each list in an index, on the device of the indexed tensor, without an op."""
 
 _IS_META = {Tensor.is_meta.__get__}  # type: ignore[attr-defined]
+"""The question that functions of ``torch.nn.init`` ask."""
+
 _ELEMENTWISE = {Tensor.apply_, Tensor.map_, Tensor.map2_}
 """Methods that call a Python function for each element, and that do nothing on ``meta``."""
 

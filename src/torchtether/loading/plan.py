@@ -212,6 +212,8 @@ class LoadPlan:
             first = next(iter(places.values()), self.steps[0].device if self.steps else _CPU)
             materializing.materialize(self.model, first)
             move_buffers(self.model, {n: place for n, place in places.items() if place != first}, self._optimizer)
+        elif not left:
+            materializing.forget_recipes(self.model)
 
     def close(self) -> None:
         """Close the files; the plan cannot be applied afterwards."""
