@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import warnings
 from os.path import dirname, join
@@ -9,7 +10,7 @@ from types import FrameType
 
 import torch
 
-_INSIDE = (join(dirname(torch.__file__), ""), join(dirname(__file__), ""), "<frozen importlib")
+_INSIDE = (join(dirname(torch.__file__), ""), join(dirname(__file__), ""), contextlib.__file__, "<frozen importlib")
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:

@@ -545,3 +545,13 @@ def test_another_thread_is_not_recorded():
 def test_what_cannot_run_still_says_so():
     with tt.on_meta(), pytest.raises(RuntimeError, match="must match"):
         torch.ones(2, 3) + torch.ones(4)
+
+
+def test_a_constructor_that_goes_on_without_an_op_is_warned_of():
+    """``parametrizations.orthogonal`` catches NotImplementedError, and leaves a weight that is not orthogonal."""
+
+    with pytest.warns(UserWarning, match=r"aten::geqrf: not possible on meta, and the code") as caught, tt.on_meta():
+        nn.utils.parametrizations.orthogonal(nn.Linear(3, 4), orthogonal_map="householder", use_trivialization=False)
+    assert [warning.filename for warning in caught] == [__file__]
+    with pytest.raises(NotImplementedError), tt.on_meta():
+        torch.geqrf(torch.rand(3, 3))  # an error that leaves the block needs no warning

@@ -60,6 +60,9 @@ def on_meta() -> Iterator[None]:
         with recording() as recorder:
             yield
         _attach_recipes(modules, recorder)
+    if failed := describe_some(list(recorder.failed)):
+        fix = "If the values of a module depend on this, build that module on a real device."
+        warn(f"{failed}: not possible on meta, and the code inside tt.on_meta() went on without it. {fix}")
 
 
 @contextmanager

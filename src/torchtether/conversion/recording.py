@@ -39,6 +39,8 @@ class Recorder(TorchDispatchMode):
         self._numbers: dict[int, int] = {}
         self._memories: list[torch.UntypedStorage] = []  # kept alive while recording, so that no id is reused
         self._large: list[Const] = []
+        self.failed: dict[str, None] = {}
+        """The names of the ops that raised because torch cannot run them on ``meta``, in order."""
         self.generators: Generators = Generators(self.program, self.state)
 
     @classmethod
@@ -51,9 +53,11 @@ class Recorder(TorchDispatchMode):
             return func(*args, **kwargs)
         try:
             out = func(*args, **kwargs)
-        except (NotImplementedError, RuntimeError):
+        except (NotImplementedError, RuntimeError) as error:
             real = self._result_on_values(func, args, kwargs)
             if real is None:
+                if isinstance(error, NotImplementedError):
+                    self.failed[func.name()] = None
                 raise
             out = tree_map(lambda x: x.to("meta") if isinstance(x, Tensor) else x, real)
         self._record(func, args, kwargs, out)
