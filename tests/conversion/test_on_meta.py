@@ -373,6 +373,23 @@ def test_modules_that_are_hidden_in_lists_are_computed_too(way, tmp_path):
     assert b"torchtether" not in pickle.dumps(model)  # no record is left behind
 
 
+def test_views_of_buffers_may_be_plain_attributes():
+    class Views(nn.Module):
+        def __init__(self):
+            super().__init__()
+            table = torch.ones(4, 6)
+            self.register_buffer("table", table)
+            self.register_buffer("rows", table[1:3])
+            self.first = [table[0]]
+
+    with tt.on_meta():
+        model = Views()
+    tt.materialize(model)
+    model.table.fill_(3)
+    assert torch.equal(model.rows, torch.full((2, 6), 3.0))
+    assert torch.equal(model.first[0], torch.full((6,), 3.0))
+
+
 @pytest.mark.parametrize("way", [materialized, loaded])
 def test_no_record_is_left_behind(way, tmp_path):
     with tt.on_meta():

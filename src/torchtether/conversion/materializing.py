@@ -161,15 +161,15 @@ def materialize(
         exchange.check(loose[name] for name in plain)
         wanted = [recipe for made in recipes.values() for recipe in made.values()]
         replay = Replay([*wanted, *plain.values()], place)
+        for name, recipe in plain.items():  # first: they may be views, and hold buffers
+            exchange.put(loose[name], replay.tensor(recipe))
+            del loose[name].__dict__[_RECIPE]
         for component in recorded:
             exchange.safe_point()
             _put(exchange, _replayed(component, recipes[id(component)], replay, place))
         for component in others:
             exchange.safe_point()
             _put(exchange, _reserved(component, place))
-        for name, recipe in plain.items():
-            exchange.put(loose[name], replay.tensor(recipe))
-            del loose[name].__dict__[_RECIPE]
     _warn_of_unregistered(name for name in loose if name not in plain)
     forget_recipes(model, hidden.values())
     _initialise(work if init is not None else others, modules, init)
