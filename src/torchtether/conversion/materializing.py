@@ -251,7 +251,7 @@ def _replayed(
     value = replay.tensor(recipes[owner])
     held = members[owner].tensor
     if is_sharded(held):
-        from ..geometry.shards import shard_like  # imports DTensor, which takes half a second
+        from .sharding import shard_like
 
         yield held, shard_like(held, value)
         return

@@ -110,14 +110,10 @@ class Replay:
 @contextmanager
 def _drawing(state: Tensor) -> Iterator[None]:
     """Draw from a generator with ``state`` inside the block, and leave its new state there."""
-    generator = torch.default_generator
-    before = generator.get_state()
-    generator.set_state(state.cpu())
-    try:
+    with torch.random.fork_rng(devices=()):
+        torch.set_rng_state(state.cpu())
         yield
-    finally:
-        state.copy_(generator.get_state())
-        generator.set_state(before)
+        state.copy_(torch.get_rng_state())
 
 
 def _over(memory: torch.UntypedStorage, ref: Ref, device: torch.device) -> Tensor:
