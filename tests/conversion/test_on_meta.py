@@ -405,6 +405,16 @@ def test_modules_hidden_in_lists_that_stay_on_meta_are_named(way, tmp_path):
         way(model, tmp_path)
 
 
+def test_a_hidden_module_that_was_converted_since_is_named():
+    """Its record has the old dtype."""
+    with tt.on_meta():
+        model = Hidden()
+    model.teacher[0][0].bfloat16()
+    with pytest.warns(UserWarning, match=r"^teacher\[0\]\.0\.weight, teacher\[0\]\.0\.bias: neither a parameter"):
+        tt.materialize(model)
+    assert {tensor.dtype for tensor in model.teacher[0][0].parameters()} == {torch.bfloat16}
+
+
 def test_the_parent_of_a_module_is_left_alone():
     with tt.on_meta():
         model = Hidden()

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import torchtether as tt
+from torchtether.conversion.recording import recording
 
 F = torch.nn.functional
 
@@ -130,6 +131,14 @@ def test_normal_of_two_numbers_is_on_meta_like_others():
     assert model.made.is_meta
     torch.manual_seed(7)
     assert len(same(tt.materialize(model), expected)) == 5
+
+
+def test_later_draws_after_the_same_seed_are_not_needed():
+    with recording() as recorder:
+        torch.manual_seed(42)
+        first, second = torch.rand(2), torch.rand(3)
+    early, late = (recorder.program.slice([recorder.ref(tensor).memory]) for tensor in (first, second))
+    assert set(early) < set(late)
 
 
 def test_numbers_of_the_caller_are_drawn_when_they_are_needed():

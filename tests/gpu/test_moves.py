@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+from torch import nn
 
 import torchtether as tt
 from tests.catalog import each_quantized, each_scheme
@@ -127,16 +128,16 @@ def test_a_recorded_stream_keeps_the_memory_of_every_part(row, device, gpu):
 @each_quantized
 def test_offloaded_while_something_else_runs(row, device, gpu):
     """As diffusers' group offloading does: parts come on a side stream, are used, and go back to pinned memory."""
-    weight = torch.nn.Parameter(tt.Weight.encode(torch.randn(64, 64), row.scheme), requires_grad=False)
+    weight = nn.Parameter(tt.Weight.encode(torch.randn(64, 64), row.scheme), requires_grad=False)
     pinned, side = weight.data.pin_memory(), gpu.Stream()
     x = torch.randn(4, 64, device=device)
-    expected = torch.nn.functional.linear(x.cpu(), weight)
+    expected = nn.functional.linear(x.cpu(), weight)
     for _ in range(3):
         with gpu.stream(side):
             weight.data = pinned.to(device, non_blocking=True)
         gpu.current_stream().wait_stream(side)
         weight.data.record_stream(gpu.current_stream())
-        torch.testing.assert_close(torch.nn.functional.linear(x, weight).cpu(), expected, rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(nn.functional.linear(x, weight).cpu(), expected, rtol=1e-3, atol=1e-3)
         weight.data = pinned
         assert weight.device.type == "cpu"
 
@@ -166,7 +167,7 @@ def test_memory_that_really_ends_changes_nothing(device, gpu):
     assert meta(1024).up.weight.shape == model.up.weight.shape
 
 
-@pytest.mark.parametrize("kind", [torch.nn.LSTM, torch.nn.GRU, torch.nn.RNN])
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 @pytest.mark.parametrize("scheme", ["int8", "nf4"])
 def test_recurrent_modules(kind, scheme, device):
     """Also where cuDNN wants plain weights in one memory: in float32, after a change, and when it is asked for."""
@@ -178,3 +179,23 @@ def test_recurrent_modules(kind, scheme, device):
         model.flatten_parameters()
     tt.convert(model, dtype=torch.float16)
     assert model(x.half())[0].isfinite().all()
+
+
+class Seeded(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(42)
+        self.register_buffer("drawn", torch.randn(5), persistent=False)
+        self.register_buffer("filled", nn.init.orthogonal_(torch.empty(3, 3)), persistent=False)
+        generator = torch.Generator().manual_seed(1)
+        self.register_buffer("given", torch.rand(3, generator=generator), persistent=False)
+
+
+def test_seeds_of_constructors_give_the_numbers_of_the_cpu(device):
+    expected = Seeded()
+    with tt.on_meta():
+        model = Seeded()
+    tt.materialize(model, device)
+    for name, tensor in model.named_buffers():
+        assert tensor.device.type == torch.device(device).type
+        assert torch.equal(tensor.cpu(), expected.get_buffer(name)), name
