@@ -52,6 +52,7 @@ NEEDED_ELSEWHERE = {
     "integrations/bitsandbytes.py": {"bitsandbytes"},
     "integrations/peft.py": {"peft"},
     "integrations/transformers.py": {"transformers"},
+    "integrations/transformers_building.py": {"transformers"},
     "integrations/transformers_files.py": {"transformers"},
     "integrations/transformers_names.py": {"transformers"},
     "integrations/transformers_values.py": {"transformers"},

@@ -15,8 +15,10 @@ with _uncollected():  # one garbage collection over all objects of torch would t
     from .checkpoint.reader import open_checkpoint as open
     from .checkpoint.saver import save
     from .conversion.activations import quantize_activations
+    from .conversion.building import INITIALISING as _INITIALISING
+    from .conversion.building import on_meta
     from .conversion.converting import convert
-    from .conversion.materializing import materialize, on_meta
+    from .conversion.materializing import materialize
     from .conversion.quantizing import dequantize, quantize
     from .conversion.sizing import QuantizePlan, plan_quantize
     from .errors import (
@@ -39,6 +41,7 @@ with _uncollected():  # one garbage collection over all objects of torch would t
     from .exchange.scope import swapping
     from .geometry.views import View
     from .integrations.adopting import adopt
+    from .integrations.imported import BUILDERS as _BUILDERS
     from .integrations.imported import LIBRARIES as _LIBRARIES
     from .loading.plan import LoadPlan, load, plan_load
     from .loading.report import LoadReport
@@ -83,6 +86,7 @@ with _uncollected():  # one garbage collection over all objects of torch would t
 
 _warn_if_untested()
 _LISTENERS.update(_LIBRARIES)
+_INITIALISING.update(_BUILDERS)
 
 __all__ = [
     # checkpoints

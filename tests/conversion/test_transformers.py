@@ -1,6 +1,7 @@
 """Real models built on meta: every buffer comes back exactly, ties hold, and a checkpoint without them is enough."""
 
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ def test_materialized_is_eager(name):
         model = build()
     assert all(tensor.is_meta for tensor in named_tensors(model).values())
     ties, ids = tt.find_ties(model), {n: id(t) for n, t in named_tensors(model).items()}
-    tt.materialize(model, init=model._init_weights)  # transformers skips its own initialisation on meta
+    tt.materialize(model)
     assert tt.find_ties(model) == ties == tt.find_ties(eager)
     assert {n: id(t) for n, t in named_tensors(model).items()} == ids
     for key, buffer in eager.named_buffers():
@@ -42,6 +43,59 @@ def test_materialized_is_eager(name):
         if model.config.is_encoder_decoder:
             tokens["decoder_input_ids"] = tokens["input_ids"]
         assert torch.equal(model(**tokens).logits, eager(**tokens).logits)
+
+
+def _vit():
+    return transformers.ViTModel(transformers.ViTConfig(hidden_size=48, num_hidden_layers=2, num_attention_heads=4))
+
+
+def test_same_numbers_as_the_constructor():
+    """In a ViT no tensor is dropped; its positions and weights are set by ``_init_weights`` alone."""
+    torch.manual_seed(3)
+    eager = _vit()
+    with tt.on_meta():
+        model = _vit()
+    torch.manual_seed(3)
+    tt.materialize(model)
+    assert all(torch.equal(model.get_parameter(n), one) for n, one in eager.named_parameters())
+
+
+def test_changes_after_the_constructor_stay():
+    with tt.on_meta():
+        model = _vit()
+        torch.nn.init.ones_(model.pooler.dense.weight)
+    tt.materialize(model)
+    assert model.pooler.dense.weight.eq(1).all() and not model.pooler.dense.bias.any()
+
+
+def test_a_model_on_a_real_device_is_left_to_transformers():
+    with tt.on_meta(), torch.device("cpu"):
+        model = _vit()
+    assert 0.015 < model.pooler.dense.weight.std() < 0.025
+
+
+def test_init_weights_works_after_the_block():
+    with tt.on_meta():
+        model = _vit()
+    for tensor in model.to_empty(device="cpu").parameters():
+        torch.nn.init.constant_(tensor, 5)
+    model.init_weights()
+    assert not any(tensor.eq(5).all() for tensor in model.parameters())
+
+
+def test_models_on_plain_meta_are_left_alone():
+    """Also of another thread, and after the first ``tt.on_meta()``."""
+    with tt.on_meta():
+        _vit()
+        with ThreadPoolExecutor() as pool:
+            other = pool.submit(_on_plain_meta).result()
+    for model in (other, _on_plain_meta()):
+        assert not hasattr(model.pooler, "_is_hf_initialized")
+
+
+def _on_plain_meta():
+    with torch.device("meta"):
+        return _vit()
 
 
 @pytest.mark.parametrize("name", ["GPT2LMHeadModel", "BertForMaskedLM", "T5ForConditionalGeneration"])

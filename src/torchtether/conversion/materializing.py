@@ -1,17 +1,14 @@
-"""Models on ``meta``: building without memory, then materializing with the values that constructors computed."""
+"""Materializing models on ``meta`` with the values that their constructors computed."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as hooks
 from torch.nn.parameter import is_lazy
 
 from .._checks import Model, as_device, as_module, check_callable, describe_some
@@ -23,90 +20,14 @@ from ..geometry.blocks import is_strided
 from ..ties.components import Component, find_components, tie_of
 from ..ties.names import is_sharded, named_tensors
 from ..ties.spans import member_view, plain_values, span_tensor
-from ..torch_private.modules import buffers_of, parameters_of
 from ..torch_private.observers import not_followed
 from ..torch_private.tensors import base_of, local_or_itself
 from ..weights.module_load import encoded_as
 from ..weights.weight import Weight
-from .attributes import attributes_of, unregistered
+from .attributes import unregistered
+from .building import RECIPE, RECIPES
 from .programs import Recipe
-from .recording import Recorder, recording
 from .replaying import Replay
-
-_RECIPE = "_tether_recipe"
-"""The attribute of a tensor on ``meta`` that holds its recipe."""
-
-_RECIPES = "_tether_recipes"
-"""The attribute of a module that holds recipes of its tensors: ``.to(dtype)`` replaces buffers, ``deepcopy`` all."""
-
-
-@contextmanager
-def on_meta() -> Iterator[None]:
-    """Build modules on ``meta`` inside the block, and record how each of their tensors is computed.
-
-    Like ``torch.device("meta")``, but ``materialize`` or ``load`` can restore exactly what the constructors computed
-    (rotary frequencies, masks, ``torch.tensor`` constants), which no checkpoint stores.  Code that reads values
-    (``.item()``, ``.tolist()``, ``nonzero``) gets them if the record determines them.  Random numbers are drawn when
-    the record is replayed, from the generator as it is then; after a seed or with a generator that a constructor sets,
-    they are those that it determines on the CPU.  Only modules that this thread builds are recorded.
-
-    >>> import torch, torchtether as tt
-    >>> with tt.on_meta():
-    ...     norm = torch.nn.BatchNorm1d(2)
-    >>> norm.running_var.device.type, tt.materialize(norm).running_var
-    ('meta', tensor([1., 1.]))
-    """
-    with _modules_built() as modules:
-        with recording() as recorder:
-            yield
-        _attach_recipes(modules, recorder)
-    if failed := describe_some(list(recorder.failed)):
-        fix = "If the values of a module depend on this, build that module on a real device."
-        warn(f"{failed}: not possible on meta, and the code inside tt.on_meta() went on without it. {fix}")
-
-
-@contextmanager
-def _modules_built() -> Iterator[dict[int, nn.Module]]:
-    """Yield a dictionary in which the block collects, by id, the modules in which this thread registers something."""
-    built: dict[int, nn.Module] = {}
-    thread = threading.get_ident()
-
-    def watch(parent: nn.Module, name: str, value: Any) -> None:
-        if threading.get_ident() == thread:
-            built[id(parent)] = parent
-            if isinstance(value, nn.Module):
-                built[id(value)] = value
-
-    handles = [
-        hooks.register_module_parameter_registration_hook(watch),
-        hooks.register_module_buffer_registration_hook(watch),
-        hooks.register_module_module_registration_hook(watch),
-    ]
-    try:
-        yield built
-    finally:
-        for handle in handles:
-            handle.remove()
-        built.clear()
-
-
-def _attach_recipes(built: dict[int, nn.Module], recorder: Recorder) -> None:
-    """Attach its recipe to every tensor in or below the modules ``built`` whose values the record determines."""
-    kept: list[Recipe] = []
-    # a copied module registers nothing but its top in another
-    modules = {id(module): module for top in built.values() for module in top.modules()}
-    for module in modules.values():
-        own: dict[str, Recipe] = {}
-        for name, tensor in {**parameters_of(module), **buffers_of(module), **dict(attributes_of(module))}.items():
-            recipe = None if tensor is None or is_lazy(tensor) else recorder.recipe(tensor)
-            if recipe is not None and tensor is not None and not recorder.is_stale(recipe):
-                setattr(tensor, _RECIPE, recipe)
-                kept.append(recipe)
-                if name in parameters_of(module) or name in buffers_of(module):
-                    own[name] = recipe
-        if own:
-            module.__dict__[_RECIPES] = own
-    recorder.close(kept)
 
 
 @not_followed
@@ -163,7 +84,7 @@ def materialize(
         replay = Replay([*wanted, *plain.values()], place)
         for name, recipe in plain.items():  # first: they may be views, and hold buffers
             exchange.put(loose[name], replay.tensor(recipe))
-            del loose[name].__dict__[_RECIPE]
+            del loose[name].__dict__[RECIPE]
         for component in recorded:
             exchange.safe_point()
             _put(exchange, _replayed(component, recipes[id(component)], replay, place))
@@ -179,9 +100,9 @@ def materialize(
 def forget_recipes(model: nn.Module, others: Iterable[nn.Module] = ()) -> None:
     """Remove the recipes of all tensors and modules of ``model``, and of the modules ``others``."""
     for tensor in named_tensors(model).values():
-        tensor.__dict__.pop(_RECIPE, None)
+        tensor.__dict__.pop(RECIPE, None)
     for module in chain(model.modules(), others):
-        module.__dict__.pop(_RECIPES, None)
+        module.__dict__.pop(RECIPES, None)
 
 
 def _check_held(exchange: Exchange, components: Iterable[Component]) -> None:
@@ -208,10 +129,10 @@ def recipes_of(component: Component, modules: dict[str, nn.Module]) -> dict[int,
     owner = component.names[0] if tie is None else tie.owner
     found = {}
     for i, member in enumerate(component.members):
-        recipe = getattr(member.tensor, _RECIPE, None)
+        recipe = getattr(member.tensor, RECIPE, None)
         for name in member.names if recipe is None and len(component.members) == 1 else ():
             path, _, leaf = name.rpartition(".")
-            recipe = recipe or (vars(modules[path]).get(_RECIPES, {}).get(leaf) if path in modules else None)
+            recipe = recipe or (vars(modules[path]).get(RECIPES, {}).get(leaf) if path in modules else None)
         has_codes = is_sharded(member.tensor) and isinstance(local_or_itself(member.tensor), Weight)
         if isinstance(recipe, Recipe) and recipe.ref.size == tuple(member.tensor.shape) and not has_codes:
             found[i] = recipe
@@ -221,9 +142,9 @@ def recipes_of(component: Component, modules: dict[str, nn.Module]) -> dict[int,
 
 def _plain_recipes(model: nn.Module, loose: dict[str, Tensor]) -> dict[str, Recipe]:
     """Return the recipes of the tensors ``loose``, except of views of tensors that have other values by now."""
-    recipes = {name: getattr(tensor, _RECIPE, None) for name, tensor in loose.items()}
+    recipes = {name: getattr(tensor, RECIPE, None) for name, tensor in loose.items()}
     found = {name: recipe for name, recipe in recipes.items() if recipe is not None and _matches(loose[name], recipe)}
-    real = (getattr(t, _RECIPE, None) for t in named_tensors(model).values() if not t.is_meta) if found else ()
+    real = (getattr(t, RECIPE, None) for t in named_tensors(model).values() if not t.is_meta) if found else ()
     loaded = {(id(recipe.program), recipe.ref.memory) for recipe in real if recipe is not None}
     return {name: recipe for name, recipe in found.items() if (id(recipe.program), recipe.ref.memory) not in loaded}
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 from torch import nn
@@ -54,6 +54,19 @@ def _tell_peft(model: nn.Module, path: str) -> None:
 
 LIBRARIES = {"peft": _tell_peft, _MODELING: _tell_transformers}
 """Functions that prepare an imported library for the Weights of a module; see ``exchange.LISTENERS``."""
+
+
+def _initialising_transformers() -> AbstractContextManager[None]:
+    """Return a context inside which models of transformers 5 initialise on ``meta``; version 4 does so by itself."""
+    if not hasattr(sys.modules[_MODELING], "get_torch_context_manager_or_global_device"):
+        return nullcontext()
+    from .transformers_building import initialising
+
+    return initialising()
+
+
+BUILDERS = {_MODELING: _initialising_transformers}
+"""Contexts for imported libraries whose models skip their initialisation on ``meta``; see ``building.INITIALISING``."""
 
 
 def names_of_library(model: nn.Module, checkpoint: Checkpoint) -> Rename:

@@ -1,0 +1,106 @@
+"""Building models on ``meta``, without memory, with a record of how their constructors compute each tensor."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+
+from torch import nn
+from torch.nn.modules import module as hooks
+from torch.nn.parameter import is_lazy
+
+from .._checks import describe_some
+from .._warnings import warn
+from ..torch_private.modules import buffers_of, parameters_of
+from .attributes import attributes_of
+from .programs import Recipe
+from .recording import Recorder, recording
+
+RECIPE = "_tether_recipe"
+"""The attribute of a tensor on ``meta`` that holds its recipe."""
+
+RECIPES = "_tether_recipes"
+"""The attribute of a module that holds recipes of its tensors: ``.to(dtype)`` replaces buffers, ``deepcopy`` all."""
+
+INITIALISING: dict[str, Callable[[], AbstractContextManager[None]]] = {}
+"""Contexts for libraries whose models skip their initialisation on ``meta``, by a module that is imported then.
+
+Inside such a context the models that the thread builds initialise their tensors on ``meta``, too.
+"""
+
+
+@contextmanager
+def on_meta() -> Iterator[None]:
+    """Build modules on ``meta`` inside the block, and record how each of their tensors is computed.
+
+    Like ``torch.device("meta")``, but ``materialize`` or ``load`` can restore exactly what the constructors computed
+    (rotary frequencies, masks, ``torch.tensor`` constants), which no checkpoint stores.  Code that reads values
+    (``.item()``, ``.tolist()``, ``nonzero``) gets them if the record determines them.  Random numbers are drawn when
+    the record is replayed, from the generator as it is then; after a seed or with a generator that a constructor sets,
+    they are those that it determines on the CPU.  Only modules that this thread builds are recorded.
+
+    >>> import torch, torchtether as tt
+    >>> with tt.on_meta():
+    ...     norm = torch.nn.BatchNorm1d(2)
+    >>> norm.running_var.device.type, tt.materialize(norm).running_var
+    ('meta', tensor([1., 1.]))
+    """
+    with _modules_built() as modules:
+        with recording() as recorder:
+            yield
+        _attach_recipes(modules, recorder)
+    if failed := describe_some(list(recorder.failed)):
+        fix = "If the values of a module depend on this, build that module on a real device."
+        warn(f"{failed}: not possible on meta, and the code inside tt.on_meta() went on without it. {fix}")
+
+
+@contextmanager
+def _modules_built() -> Iterator[dict[int, nn.Module]]:
+    """Yield a dictionary in which the block collects, by id, the modules in which this thread registers something."""
+    built: dict[int, nn.Module] = {}
+    thread = threading.get_ident()
+    left = dict(INITIALISING)
+    contexts = ExitStack()
+
+    def watch(parent: nn.Module, name: str, value: Any) -> None:
+        if threading.get_ident() == thread:
+            for library in [one for one in left if one in sys.modules]:  # it may be imported inside the block
+                contexts.enter_context(left.pop(library)())
+            built[id(parent)] = parent
+            if isinstance(value, nn.Module):
+                built[id(value)] = value
+
+    handles = [
+        hooks.register_module_parameter_registration_hook(watch),
+        hooks.register_module_buffer_registration_hook(watch),
+        hooks.register_module_module_registration_hook(watch),
+    ]
+    try:
+        with contexts:
+            yield built
+    finally:
+        for handle in handles:
+            handle.remove()
+        built.clear()
+
+
+def _attach_recipes(built: dict[int, nn.Module], recorder: Recorder) -> None:
+    """Attach its recipe to every tensor in or below the modules ``built`` whose values the record determines."""
+    kept: list[Recipe] = []
+    # a copied module registers nothing but its top in another
+    modules = {id(module): module for top in built.values() for module in top.modules()}
+    for module in modules.values():
+        own: dict[str, Recipe] = {}
+        for name, tensor in {**parameters_of(module), **buffers_of(module), **dict(attributes_of(module))}.items():
+            recipe = None if tensor is None or is_lazy(tensor) else recorder.recipe(tensor)
+            if recipe is not None and tensor is not None and not recorder.is_stale(recipe):
+                setattr(tensor, RECIPE, recipe)
+                kept.append(recipe)
+                if name in parameters_of(module) or name in buffers_of(module):
+                    own[name] = recipe
+        if own:
+            module.__dict__[RECIPES] = own
+    recorder.close(kept)
