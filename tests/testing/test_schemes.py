@@ -253,8 +253,36 @@ class _Fours(Whole):
 def test_parts_that_depend_on_the_values_are_refused():
     report = check_scheme(_Values(), laws="layout")
     assert "layout has ['codes', 'scale']" in report.failed[0].what
-    with pytest.raises(tt.SchemeError, match=r"^_Values: encode returns the parts codes, scale, large, layout has"):
+    with pytest.raises(tt.SchemeError, match=r"^_Values.encode returns the parts codes, scale, large, layout has"):
         tt.Weight.encode(torch.full((2, 4), 200.0), _Values())
+
+
+@dataclass(frozen=True)
+class _Differs(Whole):
+    """One of its parts is not as ``layout`` has it."""
+
+    kind: ClassVar[str] = "test-differs"
+    shape: bool = False
+
+    def encode(self, values):
+        made = super().encode(values)
+        return {**made, "scale": made["scale"][:, 0] if self.shape else made["scale"].double()}
+
+
+@pytest.mark.parametrize(
+    ("scheme", "what"),
+    [
+        (_Differs(), r"scale of shape \(2, 1\) in torch.float64, layout has \(2, 1\) in torch.float32"),
+        (_Differs(shape=True), r"scale of shape \(2,\) in torch.float32, layout has \(2, 1\) in torch.float32"),
+    ],
+)
+def test_parts_of_another_shape_or_dtype_are_refused(scheme, what):
+    with pytest.raises(tt.SchemeError, match=f"^_Differs.encode returns {what}"):
+        tt.Weight.encode(torch.ones(2, 4), scheme)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 2))
+    with pytest.raises(tt.SchemeError, match=f"^0.weight: _Differs.encode returns {what}"):
+        tt.quantize(model, scheme)
+    assert type(model[0].weight) is torch.nn.Parameter
 
 
 @dataclass(frozen=True)

@@ -151,7 +151,10 @@ def _encoded(component: Component, tie: Tie | None, scheme: Scheme) -> list[Weig
     is_memory = not isinstance(owner.tensor, Weight) or owner.tensor.scheme.transparent  # else it has to be decoded
     if scheme.transparent and is_memory:
         return [Weight.encode(plain_values(m.tensor).detach(), scheme, tie=tie) for m in component.members]
-    weight = Weight.encode(owner.tensor, scheme, tie=tie)
+    try:
+        weight = Weight.encode(owner.tensor, scheme, tie=tie)
+    except SchemeError as error:
+        raise error.named(component.names[0]) from None
     made: list[Weight] = []
     for member in component.members:
         view = None if tie is None else tie.views[tie.names.index(member.names[0])]

@@ -23,7 +23,7 @@ from .graph_cache_key import digest_of_code
 from .inner import from_pickle, to_pickle
 from .products import decoding
 from .products.layout import PREFIX, Layout, layout_of
-from .spec import Tie, WeightSpec
+from .spec import Tie, WeightSpec, check_encoded
 from .wrapping import PRIVATE, reseat
 
 _PART = PREFIX  # parts are attributes, as torch.compile needs
@@ -135,12 +135,7 @@ class Weight(Exporting):
         if scheme.transparent:
             spec = spec.replace(stride=tuple(values.stride()))
         parts = scheme.encode(values)
-        if parts.keys() != scheme.layout(spec.shape).keys():
-            raise SchemeError(
-                f"encode returns the parts {', '.join(parts)}, layout has {', '.join(scheme.layout(spec.shape))}",
-                name=type(scheme).__name__,
-                fix="The parts may depend on the shape only, not on the values: encode all that layout has.",
-            )
+        check_encoded(parts, spec)
         return cls(parts, spec)
 
     # -- what it is -----------------------------------------------------------------------------------------------
