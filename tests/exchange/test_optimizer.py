@@ -144,6 +144,18 @@ def test_moments_of_a_scalar_parameter_follow_and_numbers_stay(kind, shape, wher
     optimizer.step()
 
 
+def test_only_counters_stay_behind_on_the_cpu():
+    """Of an optimizer with one second moment for each layer, as NovoGrad has it."""
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    numbers = {"moment": torch.tensor(3.0), "count": torch.tensor(7), "step": torch.tensor(1.0)}
+    optimizer.state[model.weight] = dict(numbers)
+    convert(model, dtype=torch.bfloat16, optimizer=optimizer)
+    assert all(one is numbers[key] for key, one in optimizer.state[model.weight].items())
+    convert(model, device="meta", optimizer=optimizer)
+    assert {key for key, one in optimizer.state[model.weight].items() if one.is_meta} == {"moment"}
+
+
 def test_nested_state_follows():
     model = nn.Linear(2, 2)
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)

@@ -19,7 +19,7 @@ Journal = list[Callable[[], None]]
 _SHOWN = 5
 
 _NUMBERS = {"step", "mu_product", "mu", "eta"}
-"""Counters of torch's optimizers: tensors of rank 0 that do not take the parameter's dtype, even at rank 0."""
+"""Tensors of rank 0 of torch's optimizers that follow neither dtype nor device, even of a parameter of rank 0."""
 
 
 def optimizers_of(optimizer: Optimizers) -> tuple[Optimizer, ...]:
@@ -130,8 +130,8 @@ def follow(optimizer: Optimizers, changed: Iterable[Before], journal: Journal | 
 
     A state tensor changes dtype if it had the parameter's old one, float or complex, and is no counter such as
     ``step``: moments follow; float32 state of a bfloat16 parameter does not, nor do scales of 8-bit moments.  Counters
-    stay on the CPU unless the optimizer is fused or capturable.  State on ``meta`` has no values; it is deleted, and
-    the next step creates it again.
+    (integers of rank 0, and what torch's optimizers call ``step``) stay on the CPU unless the optimizer is fused or
+    capturable.  State on ``meta`` has no values; it is deleted, and the next step creates it again.
 
     ``journal`` gets a function per state tensor that restores it.
     """
@@ -173,8 +173,7 @@ def _follow_one(
     if any(isinstance(value, Tensor) and value.dtype == torch.uint8 for value in state.values()):
         change = change._replace(dtype=change.held.dtype)  # bitsandbytes: floats are tables and scales of 8-bit codes
     for key, old in list(state.items()):
-        is_number = key in _NUMBERS or change.held.dim() > 0  # used for state of rank 0 only
-        new = _followed(old, change, steps_move, is_number)
+        new = _followed(old, change, steps_move, key in _NUMBERS)
         if new is not old:
             if journal is not None:
                 journal.append(lambda key=key, old=old: state.__setitem__(key, old))  # type: ignore[misc]
@@ -183,15 +182,18 @@ def _follow_one(
 
 
 def _followed(value: Any, change: Converted, steps_move: bool, is_number: bool) -> Any:
+    """Return ``value`` as it follows ``change``; ``is_number`` if its key is one of ``_NUMBERS``."""
     if isinstance(value, Tensor):
         dtype, device = value.dtype, value.device
-        is_number = is_number and value.dim() == 0
+        is_float = dtype.is_floating_point or dtype.is_complex
+        keeps_dtype = value.dim() == 0 and (is_number or change.held.dim() > 0)
+        is_counter = value.dim() == 0 and (is_number or not is_float)
         both = all(one.is_floating_point or one.is_complex for one in (change.dtype, change.held.dtype))
-        if both and not is_number and dtype == change.dtype:
+        if both and not keeps_dtype and dtype == change.dtype:
             dtype = change.held.dtype
             if value.is_complex() and not dtype.is_complex:
                 value = value.real  # as for the parameter itself, where torch has warned
-        if device == change.device and (not is_number or steps_move or device.type != "cpu"):
+        if device == change.device and (not is_counter or steps_move or device.type != "cpu"):
             device = change.held.device
         return value if (dtype, device) == (value.dtype, value.device) else value.detach().to(device, dtype)
     if isinstance(value, list):
