@@ -220,6 +220,16 @@ def test_what_is_no_part_is_said_in_one_line(tmp_path, index):
         assert repr(lazy).endswith("emb.weight', shape=(12, 8), dtype=torch.float32)")
 
 
+def test_a_closed_checkpoint_says_so(tmp_path):
+    tt.save(nn.Linear(2, 3), tmp_path)
+    with tt.open(tmp_path) as checkpoint:
+        again = checkpoint
+        assert checkpoint == again != tt.open(tmp_path)  # without a look at the tensors
+    for read in (lambda: checkpoint["weight"], lambda: checkpoint.get_slice("weight")[:1]):
+        with pytest.raises(tt.CheckpointError, match=r"weight: the file cannot be read: the checkpoint is closed"):
+            read()
+
+
 def test_a_slice_of_an_alias_that_another_writer_noted(tmp_path):
     from safetensors.torch import save_model
 

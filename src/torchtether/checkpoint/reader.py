@@ -99,6 +99,11 @@ class Checkpoint(Closing, Mapping[str, Tensor]):
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
+    def __eq__(self, other: object) -> bool:
+        return self is other  # a Mapping would read both, and ask tensors for a bool
+
+    __hash__ = object.__hash__
+
     def __contains__(self, name: object) -> bool:
         return isinstance(name, str) and (name in self.entries or name in self._alias or name in self.flat)
 

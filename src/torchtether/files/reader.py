@@ -234,7 +234,8 @@ class TensorFile(Closing):
             try:
                 count = read_into(descriptor, [memory for _, memory in rest], at)
             except OSError as error:
-                self._fail(f"{file} cannot be read: {error.strerror}", key)
+                why = "the checkpoint is closed, open it again" if descriptor < 0 else error.strerror
+                self._fail(f"{file} cannot be read: {why}", key)
             if count == 0:
                 self._fail(f"{file} is cut short: nothing follows byte {at}, {len(memory)} more bytes are needed", key)
             at += count
