@@ -65,7 +65,8 @@ def test_changes_after_the_constructor_stay():
         model = _vit()
         torch.nn.init.ones_(model.pooler.dense.weight)
     tt.materialize(model)
-    assert model.pooler.dense.weight.eq(1).all() and not model.pooler.dense.bias.any()
+    assert model.pooler.dense.weight.eq(1).all()
+    assert not model.pooler.dense.bias.any()  # where torch's own is random
 
 
 def test_a_model_on_a_real_device_is_left_to_transformers():
