@@ -8,6 +8,7 @@ namespace {
 
 constexpr int LIFTED = 128;  // added to rounded inputs: one of two bytes that are multiplied has no sign
 #include "blocks.h"
+#include "block_gradient.h"
 
 }  // namespace
 
@@ -17,4 +18,9 @@ void block_linear(const Layout& L, const Parts& P, const Kernels& kernels, const
     if (are_bytes && L.kind == INT8) blocks_linear<INT8>(L, P, kernels, x, rows, stride, bias, out);
     else if (are_bytes) blocks_linear<INT4>(L, P, kernels, x, rows, stride, bias, out);
     else blocks_linear<STREAM>(L, P, kernels, x, rows, stride, bias, out);
+}
+
+void block_gradient(const Layout& L, const Parts& P, const Kernels& kernels, const void* x, int64_t rows, int64_t stride,
+                    void* out) {
+    gradient_of(L, P, kernels, (const uint16_t*)x, rows, stride, (uint16_t*)out);
 }

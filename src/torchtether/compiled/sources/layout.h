@@ -66,7 +66,8 @@ void block_linear(const Layout&, const Parts&, const Kernels&, const void* x, in
 void tile_linear(const Layout&, const Parts&, const Kernels&, const void* x, int64_t rows, int64_t stride,
                  const void* bias, void* out);
 
-// x (rows, L.rows) of bfloat16 times the weight that is not transposed, with AMX.
+// x (rows, L.rows) of bfloat16 times the weight that is not transposed.
+void block_gradient(const Layout&, const Parts&, const Kernels&, const void* x, int64_t rows, int64_t stride, void* out);
 void tile_gradient(const Layout&, const Parts&, const Kernels&, const void* x, int64_t rows, int64_t stride, void* out);
 
 // torch_parallel_for; null until the module is bound: until then one thread does everything.

@@ -59,7 +59,7 @@ namespace {
 struct Level {
     const char* name;
     decltype(&block_linear) blocks;  // null without the instructions for them, as is `gradient`
-    decltype(&tile_gradient) gradient;
+    decltype(&block_gradient) gradient;
     const encoders* loops;
     const Kernels* kernels[KINDS];
 };
@@ -68,7 +68,7 @@ const Level LEVELS[] = {
 #if WITH_TILES
     {"avx512_amx", tile_linear, tile_gradient, &encoders_avx2, {KINDS_OF(POINT, avx512)}},
 #endif
-    {"avx512_bf16", block_linear, nullptr, &encoders_avx2, {KINDS_OF(POINT, avx512)}},
+    {"avx512_bf16", block_linear, block_gradient, &encoders_avx2, {KINDS_OF(POINT, avx512)}},
     {"avx512_vnni", nullptr, nullptr, &encoders_avx2, {KINDS_OF(POINT, avx512)}},
     {"avx2", nullptr, nullptr, &encoders_avx2, {KINDS_OF(POINT, avx2)}},
 #endif

@@ -10,7 +10,7 @@ constexpr int64_t MOST = 1024;  // rows of inputs at once, which are copied
 constexpr int LIFTED = 0;  // tiles multiply bytes that both have signs
 #include "blocks.h"
 #include "tiles.h"
-#include "gradient.h"
+#include "tile_gradient.h"
 
 }  // namespace
 
