@@ -210,6 +210,53 @@ def test_a_deepcopied_model_keeps_its_buffers():
     assert torch.equal(tt.materialize(model).inv, rotary())
 
 
+class Views(nn.Module):
+    """A table, rows of it, and a view that is a mere attribute."""
+
+    def __init__(self):
+        super().__init__()
+        table = torch.ones(4, 6)
+        self.linear = nn.Linear(2, 2)
+        self.register_buffer("table", table, persistent=False)
+        self.register_buffer("rows", table[1:3], persistent=False)
+        self.first = [table[0]]
+
+
+@pytest.mark.parametrize("way", ["materialize", "load"])
+def test_copies_made_after_the_block_share_no_memory(way, tmp_path):
+    def copies(module):
+        return nn.ModuleList([module, copy.deepcopy(module), torch.optim.swa_utils.AveragedModel(module)])
+
+    torch.manual_seed(3)
+    eager = copies(Views())
+    with tt.on_meta():
+        module = Views()
+    model = copies(module)
+    torch.manual_seed(3)
+    if way == "materialize":
+        tt.materialize(model)
+    else:
+        tt.save(eager, tmp_path / "copies.safetensors")
+        tt.load(model, tmp_path / "copies.safetensors")
+    assert tt.find_ties(model) == tt.find_ties(eager)
+    for name, tensor in named_tensors(eager).items():
+        assert torch.equal(named_tensors(model)[name], tensor), name
+    firsts = [model[0].first[0], model[1].first[0], model[2].module.first[0]]
+    tables = [model[0].table, model[1].table, model[2].module.table]
+    assert [x.data_ptr() for x in firsts] == [x.data_ptr() for x in tables]
+    assert len({x.data_ptr() for x in tables}) == 3
+
+
+def test_an_untied_tensor_has_memory_of_its_own():
+    with tt.on_meta():
+        model = nn.ModuleList([nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)])
+        model[1].weight = model[0].weight
+    tt.untie(model, "1.weight")
+    tt.materialize(model)
+    assert torch.equal(model[0].weight, model[1].weight)
+    assert tt.find_ties(model) == ()
+
+
 def test_modules_that_are_copied_in_a_constructor_have_what_they_copy():
     """``deepcopy`` registers the parts of a copy nowhere."""
 
@@ -374,14 +421,6 @@ def test_modules_that_are_hidden_in_lists_are_computed_too(way, tmp_path):
 
 
 def test_views_of_buffers_may_be_plain_attributes():
-    class Views(nn.Module):
-        def __init__(self):
-            super().__init__()
-            table = torch.ones(4, 6)
-            self.register_buffer("table", table)
-            self.register_buffer("rows", table[1:3])
-            self.first = [table[0]]
-
     with tt.on_meta():
         model = Views()
     tt.materialize(model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -26,7 +27,7 @@ from ..weights.module_load import encoded_as
 from ..weights.weight import Weight
 from .attributes import unregistered
 from .building import RECIPE, RECIPES
-from .programs import Recipe
+from .programs import Copy, Recipe
 from .replaying import Replay
 
 
@@ -132,7 +133,9 @@ def recipes_of(component: Component, modules: dict[str, nn.Module]) -> dict[int,
         recipe = getattr(member.tensor, RECIPE, None)
         for name in member.names if recipe is None and len(component.members) == 1 else ():
             path, _, leaf = name.rpartition(".")
-            recipe = recipe or (vars(modules[path]).get(RECIPES, {}).get(leaf) if path in modules else None)
+            named = vars(modules[path]).get(RECIPES, {}).get(leaf) if path in modules else None
+            # another tensor than the recorded one: it was copied, or untied
+            recipe = recipe or (named if named is None else replace(named, copy=Copy()))
         has_codes = is_sharded(member.tensor) and isinstance(local_or_itself(member.tensor), Weight)
         if isinstance(recipe, Recipe) and recipe.ref.size == tuple(member.tensor.shape) and not has_codes:
             found[i] = recipe
@@ -145,8 +148,12 @@ def _plain_recipes(model: nn.Module, loose: dict[str, Tensor]) -> dict[str, Reci
     recipes = {name: getattr(tensor, RECIPE, None) for name, tensor in loose.items()}
     found = {name: recipe for name, recipe in recipes.items() if recipe is not None and _matches(loose[name], recipe)}
     real = (getattr(t, RECIPE, None) for t in named_tensors(model).values() if not t.is_meta) if found else ()
-    loaded = {(id(recipe.program), recipe.ref.memory) for recipe in real if recipe is not None}
-    return {name: recipe for name, recipe in found.items() if (id(recipe.program), recipe.ref.memory) not in loaded}
+    loaded = {_memory_of(recipe) for recipe in real if recipe is not None}
+    return {name: recipe for name, recipe in found.items() if _memory_of(recipe) not in loaded}
+
+
+def _memory_of(recipe: Recipe) -> tuple[int, int, Copy]:
+    return id(recipe.program), recipe.ref.memory, recipe.copy
 
 
 def _warn_of_unregistered(loose: Iterable[str]) -> None:
@@ -161,7 +168,7 @@ def _replayed(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield each member with its new contents, all over one memory: the recorded one, or a new one."""
     members = component.members
-    memories = {(id(recipe.program), recipe.ref.memory) for recipe in recipes.values()}
+    memories = {_memory_of(recipe) for recipe in recipes.values()}
     as_recorded = len(recipes) == len(members) and all(_matches(members[i].tensor, r) for i, r in recipes.items())
     if len(memories) == 1 and as_recorded:
         for i, member in enumerate(members):

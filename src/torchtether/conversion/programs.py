@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -104,12 +105,21 @@ class Program:
         return any(self.steps[number].is_random for number in self.slice([memory]))
 
 
+class Copy:
+    """The tensors of one deep copy, which share memory with each other alone. Only its identity counts."""
+
+
+ORIGINAL = Copy()
+"""The tensors that were recorded themselves."""
+
+
 @dataclass(frozen=True)
 class Recipe:
-    """A program and the reference of the tensor that it computes."""
+    """A program, the reference of the tensor that it computes, and the deep copy to which that tensor belongs."""
 
     program: Program
     ref: Ref
+    copy: Copy = ORIGINAL
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Recipe:
-        return self  # it is immutable once the record is closed
+        return Recipe(self.program, self.ref, deepcopy(self.copy, memo))  # a program is immutable once it is closed

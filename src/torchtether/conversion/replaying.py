@@ -14,7 +14,7 @@ from ..geometry.views import extent
 from ..torch_private.dispatching import tree_leaves, tree_map
 from ..torch_private.initialisers import INITIALISERS
 from ..torch_private.tensors import storage_id
-from .programs import Const, Program, Recipe, RecordedOp, Ref
+from .programs import Const, Copy, Program, Recipe, RecordedOp, Ref
 
 
 class Replay:
@@ -23,6 +23,7 @@ class Replay:
     def __init__(self, recipes: Iterable[Recipe], device: torch.device) -> None:
         self.device = device
         self._memory: dict[tuple[int, int], torch.UntypedStorage] = {}
+        self._copies: dict[tuple[int, int], dict[Copy, torch.UntypedStorage]] = {}
         self._taken: set[int] = set()
         recipes = list(recipes)
         before = torch.get_default_dtype()
@@ -33,8 +34,12 @@ class Replay:
             torch.set_default_dtype(before)
 
     def tensor(self, recipe: Recipe) -> Tensor:
-        """Return the tensor of ``recipe``. Tensors of recipes over one memory share it."""
-        return self._tensor(id(recipe.program), recipe.ref)
+        """Return the tensor of ``recipe``. Tensors of recipes over one memory share it, if they are of one copy."""
+        place = id(recipe.program), recipe.ref.memory
+        copies = self._copies.setdefault(place, {})
+        if recipe.copy not in copies:
+            copies[recipe.copy] = self._memory[place].clone() if copies else self._memory[place]
+        return _over(copies[recipe.copy], recipe.ref, self.device)
 
     def _run(self, program: Program, targets: set[int]) -> None:
         numbers = program.slice(targets)
