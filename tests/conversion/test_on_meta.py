@@ -524,6 +524,25 @@ def test_parameters_are_what_their_constructor_makes():
         assert torch.equal(model.state_dict()[name], tensor), name
 
 
+@pytest.mark.parametrize("is_training", [True, False])
+def test_a_forward_in_a_constructor_changes_the_running_statistics(is_training):
+    """The schema of the op does not say that it writes."""
+
+    def make():
+        model = nn.Sequential(nn.LazyConv1d(3, 2), nn.LazyBatchNorm1d(), nn.InstanceNorm1d(3, track_running_stats=True))
+        model.train(is_training)(torch.ones(2, 4, 8))
+        return model
+
+    torch.manual_seed(3)
+    eager = make().state_dict()
+    with tt.on_meta():
+        model = make()
+    torch.manual_seed(3)
+    state = tt.materialize(model).state_dict()
+    assert {name: tensor.tolist() for name, tensor in state.items()} == {n: t.tolist() for n, t in eager.items()}
+    assert state["1.running_var"].eq(1).all() != is_training
+
+
 def test_a_dropped_tie_partner_and_a_tie_made_later():
     with tt.on_meta():
         model = nn.ModuleDict({"emb": nn.Embedding(6, 4), "head": nn.Linear(4, 6, bias=False)})

@@ -228,6 +228,9 @@ _INDEXED = {Tensor.__getitem__, Tensor.__setitem__}
 _IS_META = {Tensor.is_meta.__get__}  # type: ignore[attr-defined]
 """The question that functions of ``torch.nn.init`` ask."""
 
+_BATCH_NORM = torch.ops.aten.native_batch_norm.default
+"""An op whose schema does not say that it writes to the running statistics."""
+
 _ELEMENTWISE = {Tensor.apply_, Tensor.map_, Tensor.map2_}
 """Methods that call a Python function for each element, and that do nothing on ``meta``."""
 
@@ -292,13 +295,15 @@ def _is_meta(tensor: Any) -> bool:
 
 
 def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
-    """Return the tensors that ``func`` writes to according to its schema."""
-    found: list[Tensor] = []
-    for i, argument in enumerate(schema_of(func).arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[i] if i < len(args) else kwargs.get(argument.name)
-            found += [x for x in tree_leaves(value) if isinstance(x, Tensor)]
-    return found
+    """Return the tensors that ``func`` writes to."""
+    arguments = schema_of(func).arguments
+    values = dict(zip((argument.name for argument in arguments), args, strict=False)) | kwargs
+    names = {
+        argument.name for argument in arguments if argument.alias_info is not None and argument.alias_info.is_write
+    }
+    if func is _BATCH_NORM and values["training"]:
+        names |= {"running_mean", "running_var"}
+    return [x for name, value in values.items() if name in names for x in tree_leaves(value) if isinstance(x, Tensor)]
 
 
 @contextmanager
