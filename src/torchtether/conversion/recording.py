@@ -150,10 +150,9 @@ class Recorder(TorchDispatchMode):
             return
         if any(x is not None and x.is_meta and not is_strided(x) for x in (*inputs, *outputs)):
             return  # the memory of wrappers and sparse tensors cannot be recorded
-        known = self._numbers.keys() | {
-            storage_id(x) for x in inputs if _is_meta(x)
-        }  # ``lift_fresh`` returns its input
-        new = [i for i, x in enumerate(outputs) if x is not None and _is_meta(x) and storage_id(x) not in known]
+        own = {storage_id(x) for x in inputs if _is_meta(x)}  # ``lift_fresh`` returns its input
+        memories = [None if x is None or not _is_meta(x) else storage_id(x) for x in outputs]
+        new = [i for i, m in enumerate(memories) if m is not None and m not in self._numbers and m not in own]
         written = [x for x in _written(func, args, kwargs) if _is_meta(x)]
         if not new and not written:
             return  # a view, or an op whose result is not a tensor
