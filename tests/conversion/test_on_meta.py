@@ -18,7 +18,7 @@ from torch import nn
 
 import torchtether as tt
 from tests.ties.models import transposed
-from torchtether.conversion.recording import Recorder, recording
+from torchtether.conversion.recording import Recorder
 from torchtether.conversion.replaying import Replay
 from torchtether.ties.names import named_tensors
 
@@ -576,20 +576,6 @@ def test_the_record_keeps_nothing_of_the_model():
     gc.collect()
     assert reference() is None
     assert program.steps
-
-
-def test_an_op_does_not_walk_over_all_memories():
-    """Else a constructor of many ops would take quadratic time."""
-
-    class Found(dict):
-        __iter__ = keys = values = items = None
-
-    with recording() as recorder:
-        recorder._numbers = Found()
-        tensor = torch.zeros(3)
-        tensor[1] = 2
-        recipe = recorder.recipe(tensor + 1)
-    assert Replay([recipe], torch.device("cpu")).tensor(recipe).tolist() == [1, 3, 1]
 
 
 def test_an_error_inside_leaves_no_hook_and_no_mode():
