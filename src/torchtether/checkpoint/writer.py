@@ -217,7 +217,7 @@ def _write_contained(
     packings = {name: format.packing(name, spec).name for group in groups for name, spec in group.weights.items()}
     for key, (dtype, shape) in layout.items():
         gguf_packing(key, dtype, shape, packings.get(key))
-    pairs, record = dict(metadata or format.pairs({})), _record(groups)
+    pairs, record = dict(metadata or format.pairs({})), record_of(groups)
     if record != Record():
         record.check_extent(len(layout), name=str(path))
         pairs[KEY] = record.metadata()[KEY]
@@ -298,7 +298,8 @@ def _shards(groups: Sequence[ShardGroup], limit: int | None) -> Iterator[list[Sh
     yield shard
 
 
-def _record(groups: Sequence[ShardGroup]) -> Record:
+def record_of(groups: Sequence[ShardGroup]) -> Record:
+    """Return the record of ties, strides and weights of ``groups``."""
     return Record(
         tuple(tie for group in groups for tie in group.ties),
         {name: spec for group in groups if group.format is native for name, spec in group.weights.items()},
@@ -315,7 +316,7 @@ def write_shard(
 ) -> str:
     """Write the groups, their record and the tensors ``made`` to ``file``; return the digest of its header."""
     layout = {key: what for group in shard for key, what in group.layout.items()}
-    record = _record(shard)
+    record = record_of(shard)
     record.with_checksums(dict.fromkeys(layout, 0)).check_extent(len(layout), name=name)
     return write_made(
         file, layout, made, lambda checksums: record.with_checksums(checksums).metadata(), name=name, tick=tick
@@ -329,7 +330,7 @@ def _index(
 
     ``headers`` has the digest of each shard's header by file name.
     """
-    record = _record(groups)
+    record = record_of(groups)
     record.check_extent(sum(len(group.layout) for group in groups), name=name)
     flat = record.metadata()
     del flat["format"]

@@ -13,15 +13,15 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
-from ..checkpoint.saver import Aliases, HeldGroup, Masters, check_values, plan_groups
+from ..checkpoint.saver import Aliases, Masters, check_values, plan_groups
+from ..checkpoint.writer import record_of
 from ..errors import CheckpointError
 from ..exchange.optimizer_state import Optimizers
-from ..files import KEY, OPTIMIZER, Record, new_folder, part_key
+from ..files import KEY, OPTIMIZER, new_folder, part_key
 from ..formats import native
 from ..geometry.shards import box_of, local_of
 from ..geometry.views import Shape, contiguous_stride
 from ..schemes import Part, part_rows
-from ..weights.spec import WeightSpec
 from ..weights.weight import Weight
 from .optimizers import as_bytes, optimizer_tensors
 from .ranks import Ranks
@@ -62,7 +62,7 @@ def state_dict(
             made[key] = _plain(key, found.real(tensor))
         for name, weight in group.packed.items():
             made |= _parts(name, found.real(weight), weight)
-    made[KEY] = as_bytes(_record(groups))
+    made[KEY] = as_bytes(record_of(groups).metadata()[KEY])
     for key, tensor in (optimizer_tensors(found.model, optimizer) if optimizer is not None else {}).items():
         made[OPTIMIZER + key] = _plain(key, tensor)
     return made
@@ -179,12 +179,3 @@ def _check_rows(name: str, role: str, whole: DTensor, cut: slice | None, layout:
             name=name,
             fix="Save with format='safetensors'.",
         )
-
-
-def _record(groups: list[HeldGroup]) -> str:
-    """Return the record of ties and weights of ``groups``, in the text form of files by ``tt.save``."""
-    weights: dict[str, WeightSpec] = {name: spec for group in groups for name, spec in group.weights.items()}
-    strides = {name: stride for group in groups for name, stride in group.strides.items()}
-    copies = frozenset(name for group in groups for name in group.copies)
-    ties = tuple(tie for group in groups for tie in group.ties)
-    return Record(ties, weights, strides, copies).metadata()[KEY]
