@@ -18,7 +18,7 @@ from ..geometry.views import Shape, extent
 from ..schemes import scheme_to_text
 from ..ties.components import find_components, tie_of
 from ..ties.names import Tensors, named_tensors
-from ..torch_private.modules import transient_of
+from ..torch_private.modules import transient_names
 from ..torch_private.tensors import storage_id
 from ..weights.spec import Tie
 from ..weights.weight import Weight
@@ -135,13 +135,7 @@ def _described(
 
 
 def _not_persistent(model: Tensors) -> frozenset[str] | None:
-    if not isinstance(model, nn.Module):
-        return None
-    return frozenset(
-        f"{path}.{leaf}" if path else leaf
-        for path, module in model.named_modules(remove_duplicate=False)
-        for leaf in transient_of(module)
-    )
+    return frozenset(transient_names(model)) if isinstance(model, nn.Module) else None
 
 
 def _geometry(tensor: Tensor) -> tuple[Shape, Shape]:
