@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from .svg import document, element, words
+from .svg import CHARACTER, document, element, words
 
 _WIDTH, _HEIGHT, _LEFT, _TOP, _RIGHT, _BOTTOM = 760.0, 300.0, 84.0, 46.0, 44.0, 40.0
 
@@ -47,5 +47,5 @@ def draw_timeline(
         label = f"{name}, at most {describe(max(series, default=0.0))}"
         made.append(element("rect", x=key, y=27.0, width=10, height=10, rx=2, klass=colour))
         made.append(words(key + 16, 36, label))
-        key += 40 + 6.7 * len(label)
+        key += 40 + CHARACTER * len(label)
     return document("".join(made), _WIDTH, _HEIGHT, title)
