@@ -184,7 +184,6 @@ def least_squares(
     values: Tensor,
     fitted: Callable[[float], Fitted],
     rounded: Callable[[Tensor, Fitted, int, int], Tensor],
-    g_idx: Tensor | None = None,
 ) -> Fitted:
     """Return, for each block, the candidate among ``fitted(ratio)`` with the least squared error.
 
@@ -192,28 +191,22 @@ def least_squares(
     ``stop``.  Scratch is a few chunks of rows, and a few tensors of one entry per block.
     """
     best = fitted(RATIOS[0])
-    least = _error(grid, values, best, rounded, g_idx)
+    least = _error(grid, values, best, rounded)
     for ratio in RATIOS[1:]:
         other = fitted(ratio)
-        error = _error(grid, values, other, rounded, g_idx)
+        error = _error(grid, values, other, rounded)
         better = error < least
         least = torch.where(better, error, least)
         best = {name: torch.where(better, other[name], part) for name, part in best.items()}
     return best
 
 
-def _error(
-    grid: Grid,
-    values: Tensor,
-    fitted: Fitted,
-    rounded: Callable[[Tensor, Fitted, int, int], Tensor],
-    g_idx: Tensor | None,
-) -> Tensor:
+def _error(grid: Grid, values: Tensor, fitted: Fitted, rounded: Callable[[Tensor, Fitted, int, int], Tensor]) -> Tensor:
     def squares(start: int, stop: int) -> Tensor:
         x = rows(values, start, stop).float()
         return (x - rounded(x, fitted, start, stop)).double().square_()  # in float64 the order of a sum hardly matters
 
-    return grid.reduce_rows(squares, torch.sum, values.device, g_idx)
+    return grid.reduce_rows(squares, torch.sum, values.device)
 
 
 def half_quadratic(grid: Grid, values: Tensor, scale: Tensor, bias: Tensor, *, top: int, bias_first: bool) -> Tensor:
