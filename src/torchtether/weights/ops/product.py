@@ -29,13 +29,13 @@ CACHED = 8 * 2**20
 """The same for 16-bit dtypes, so that chunks stay in the cache. In float32 the bits of one whole product matter more
 than speed."""
 
-MANY = 512
-"""Rows of gradients from which on torch's own product with a weight that is decoded as a whole is faster (AMX: 1024 x
-1024, 64 rows 2.0 and 0.94 of dense, 512 rows 1.4 and 1.5)."""
-
 ON_CUDA = 128 * 2**20
 """The same on CUDA: a chunk costs about four launches, and 8192 x 28672 in 16 bits is four chunks. On an H100,
 64 to 512 MiB take the same time."""
+
+MANY = 512
+"""Rows of gradients from which on torch's own product with a weight that is decoded as a whole is faster (AMX: 1024 x
+1024, 64 rows 2.0 and 0.94 of dense, 512 rows 1.4 and 1.5)."""
 
 KERNELS: dict[str, Callable[[Layout, Sequence[Tensor], Tensor, Tensor | None], Tensor | None]] = {
     "compiled": cpu.linear,
