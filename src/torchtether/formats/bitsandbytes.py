@@ -42,8 +42,8 @@ name = "bitsandbytes"
 evidence = Evidence(methods=(name,), keys=(".quant_state.bitsandbytes__", ".SCB\n"))
 
 STATE = ".quant_state.bitsandbytes__"
-INT8 = Affine(narrow_range=True, unit=7.874015718698502e-3)
 _INT8_CALL = "tt.Affine(narrow_range=True, unit=7.874015718698502e-3)"
+INT8 = Affine(narrow_range=True, unit=7.874015718698502e-3)
 """int8 with the largest magnitude of each row as its scale; the unit is bitsandbytes' float for 1 / 127."""
 
 _KINDS = {"nf4": NF4, "fp4": FP4}
