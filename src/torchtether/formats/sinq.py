@@ -105,7 +105,7 @@ def _entry(contents: Contents, module: str, keys: Mapping[str, str], settings: A
     meta = settings.get("meta") if isinstance(settings, Mapping) else None
     if not isinstance(meta, Mapping):
         raise CheckpointError(f"its settings are absent from {SINQ_SETTINGS}")
-    packing, dtype = _known(meta, "packing", PACKINGS), _known(meta, "compute_dtype", DTYPES)
+    packing, dtype = _known(meta, "packing", PACKINGS), DTYPES[_known(meta, "compute_dtype", DTYPES)]
     method = str(meta.get("method"))[:60]
     if meta.get("view_as_float") or any(one in method.lower() for one in _TABLES):
         raise CheckpointError(f"its method is {method!r}, but table codes and codes viewed as floats are not supported")
@@ -145,12 +145,12 @@ def _entry(contents: Contents, module: str, keys: Mapping[str, str], settings: A
     return Entry.of(roles, spec_of(shape, dtype, scheme, name=f"{module}.weight"), packing=(bits, count), groups=groups)
 
 
-def _known(meta: Mapping[str, Any], setting: str, known: Mapping[str, Any]) -> Any:
-    """Return the name of a packing, or the dtype with that name. Raise CheckpointError for an unknown name."""
+def _known(meta: Mapping[str, Any], setting: str, known: Iterable[str]) -> str:
+    """Return a setting that is one of ``known``. Raise CheckpointError for any other value."""
     value = meta.get(setting)
     if not isinstance(value, str) or value not in known:
         raise CheckpointError(f"its {setting} is {short_repr(value)}, not one of {', '.join(known)}")
-    return value if known is PACKINGS else known[value]
+    return value
 
 
 def _shape(value: Any) -> Shape:
