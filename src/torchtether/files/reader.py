@@ -80,9 +80,9 @@ class TensorFile(Closing):
             raise
 
     def _parse(self) -> Header:
-        return parse_header(*self._header_text(), name=self.name)
+        return parse_header(self._header_text(), self._size, name=self.name)
 
-    def _header_text(self) -> tuple[bytes, int]:
+    def _header_text(self) -> bytes:
         size, length = self._size, bytearray(8)
         if size < 8:
             raise CheckpointError(f"the file has {size} bytes, a safetensors file has 8 or more", name=self.name)
@@ -98,11 +98,11 @@ class TensorFile(Closing):
             raise CheckpointError(f"the header takes {count} bytes, the file has {size}", name=self.name)
         text = bytearray(count)
         self._read(memoryview(text), 8, "header")
-        return bytes(text), size
+        return bytes(text)
 
     def header_digest(self) -> str:
         """Return the digest of the header, to compare with the one in an index by torchtether."""
-        return digest(self._header_text()[0])
+        return digest(self._header_text())
 
     def check_in_place(self) -> None:
         """Raise CheckpointError if the path now names another file than the open one."""
