@@ -323,7 +323,7 @@ def _choose_views(draft: Draft, component: Component, sources: list[Source], own
         member = component.members[source.member]
         place, done = _view_of(bits, member, component), _view_of(is_set, member, component)
         values = given.read_briefly(source.name).contiguous()
-        values = values.view(_BITS[itemsize] if common else torch.uint8).reshape(place.shape)
+        values = values.view(bits.dtype).reshape(place.shape)
         if bool(((place != values) & done).any()):
             _disagree(draft, sources[0].name, source.name)
         place.copy_(torch.where(done, place, values))
