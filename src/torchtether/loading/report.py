@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from os import PathLike
-from pathlib import Path
 
-from .._checks import check_path, describe_some
+from .._checks import describe_some
 from ..errors import LoadError
-from ..files.replacing import replacing
 from ..pictures.drawing import describe_bytes, draw_timeline
+from ..pictures.storage_map import written
 from ..progress import Sample
 from ..weights.spec import Tie
 from .steps import describe_left
@@ -103,9 +102,4 @@ class LoadReport:
             ("pages of mapped files", "second", [sample.mapped for sample in self.timeline]),
         )
         title = f"{self.tensors} tensors, {describe_bytes(self.bytes)} in {self.seconds:.2f} s"
-        text = draw_timeline([sample.seconds for sample in self.timeline], curves, title, describe_bytes)
-        if path is not None:
-            check_path(path)
-            with replacing(Path(path)) as [file]:
-                file.write(text.encode())
-        return text
+        return written(draw_timeline([sample.seconds for sample in self.timeline], curves, title, describe_bytes), path)

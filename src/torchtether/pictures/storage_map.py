@@ -136,7 +136,7 @@ class StorageMap:
 
         Raises CheckpointError if ``path`` cannot be written.
         """
-        return _written(draw(self.groups, self._heading(), limit), path)
+        return written(draw(self.groups, self._heading(), limit), path)
 
     def to_html(self, path: str | PathLike[str] | None = None, *, limit: int | None = 300) -> str:
         """Return the map as a self-contained HTML page with a table of all names; write it to ``path`` too, if given.
@@ -144,7 +144,7 @@ class StorageMap:
         Raises CheckpointError if ``path`` cannot be written.
         """
         sections = [("", wide(draw(self.groups, self.title, limit))), ("", table(self.groups))]
-        return _written(page(f"Storage map of {self.title}", self.summary, sections), path)
+        return written(page(f"Storage map of {self.title}", self.summary, sections), path)
 
     def diff(self, earlier: StorageMap) -> StorageDiff:
         """Return the changes from the map ``earlier`` to this one, name by name.
@@ -210,7 +210,7 @@ class StorageDiff:
         sections = [("What changed", bullets(grouped(self.changes)))]
         for when, one in (("Before", self.before), ("After", self.after)):
             sections.append((when, wide(draw(one.groups, one._heading(), limit))))
-        return _written(page(f"{self.after.title}: before and after", self.summary, sections), path)
+        return written(page(f"{self.after.title}: before and after", self.summary, sections), path)
 
 
 def _size(one: StorageMap) -> tuple[str, str]:
@@ -218,7 +218,8 @@ def _size(one: StorageMap) -> tuple[str, str]:
     return f"{describe_bytes(one.nbytes)} in {storages}", counted(len(one.ties), "tie")
 
 
-def _written(text: str, path: str | PathLike[str] | None) -> str:
+def written(text: str, path: str | PathLike[str] | None) -> str:
+    """Return ``text``; write it to ``path`` too, if given."""
     if path is not None:
         check_path(path)
         with replacing(Path(path)) as [file]:
