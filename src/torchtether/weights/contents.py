@@ -27,7 +27,7 @@ def contents_of(weight: Weight, spec: WeightSpec | None = None) -> Weight:
     return made
 
 
-def has_values(held: Weight, values: Tensor) -> bool:
+def decodes_to(held: Weight, values: Tensor) -> bool:
     """Return whether ``held`` decodes to exactly ``values``, of its base shape; False if that cannot be seen."""
     if torch.compiler.is_compiling() or is_fake(values) or not values.is_floating_point() or not values.numel():
         return False

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..errors import SchemeError, TieError
 from ..geometry.blocks import STOCK
-from .contents import has_values
+from .contents import decodes_to
 from .dispatch import rule
 from .spec import to_base
 from .weight import Weight
@@ -90,7 +90,7 @@ def as_loaded(held: Tensor, given: Tensor) -> Tensor:
     if type(given) not in STOCK or not given.is_floating_point() or given.shape != held.shape:
         return given
     has_master = held.scheme.master(held.parts, held.spec.base) is not None  # it may have moved from the codes' values
-    return given if not has_master and has_values(held, to_base(held.spec, given)) else encoded_as(held, given)
+    return given if not has_master and decodes_to(held, to_base(held.spec, given)) else encoded_as(held, given)
 
 
 def encoded_as(held: Weight, given: Tensor) -> Weight:

@@ -13,7 +13,7 @@ from ...errors import SchemeError, TrainingWarning
 from ...schemes import same_bits
 from ...torch_private.dispatching import schema_of, tree_map_only, written_by
 from ...torch_private.tensors import is_fake
-from ..contents import has_values
+from ..contents import decodes_to
 from ..dispatch import FOREIGN_WRITES, rule
 from ..products import decoding
 from ..spec import to_base
@@ -206,7 +206,7 @@ def copy_(op: Any, held: Tensor, given: Tensor, non_blocking: bool = False) -> T
         return held  # as torch does: nothing to write to
     # moved first, as they meet held values and scales; not by ``non_blocking``, since a CPU would read them too early
     base = to_base(held.spec, values.to(held.device).expand(held.shape))
-    if has_values(held, base):
+    if decodes_to(held, base):
         return held  # DDP writes back what it has read, and new scales would change it
     # Training or averaging makes many small changes, and with new scales each time a Weight of a symmetric scheme would
     # grow without end.  After any other write the result must not depend on the scales that were held before.
