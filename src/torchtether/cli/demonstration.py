@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .. import compiled
+from .._dtypes import dtype_name
 from ..checkpoint.reader import Checkpoint
 from ..checkpoint.saver import save
 from ..exchange.scope import swapping
@@ -238,8 +239,8 @@ def _describe_load(
 def _describe_conversion(
     column: Column, model: nn.Module, optimizer: torch.optim.Optimizer, before: dict[str, Any]
 ) -> None:
-    dtypes = {str(t.dtype).removeprefix("torch.") for t in model.parameters()}
-    states = {str(s["exp_avg"].dtype).removeprefix("torch.") for s in optimizer.state.values() if "exp_avg" in s}
+    dtypes = {dtype_name(t.dtype) for t in model.parameters()}
+    states = {dtype_name(s["exp_avg"].dtype) for s in optimizer.state.values() if "exp_avg" in s}
     column["after .bfloat16(): dtype"] = ", ".join(sorted(dtypes))
     column["optimizer state"] = ", ".join(sorted(states)) or "none"
     column["tie, objects, optimizer"] = f"{_tie(model)}; {_kept(model, before)}; {_live(model, optimizer)}"

@@ -10,6 +10,7 @@ from io import FileIO
 import torch
 from torch import Tensor
 
+from .._dtypes import dtype_name
 from ..errors import CheckpointError
 from ..geometry.views import Shape
 from ..progress import Tick, no_tick
@@ -60,7 +61,7 @@ def gguf_packing(key: str, dtype: torch.dtype, shape: Shape, packing: str | None
         made = PACKINGS[packing]
         return made, (*shape[:-1], shape[-1] // made.nbytes * made.elements)
     if dtype not in PLAIN:
-        known = ", ".join(str(one).removeprefix("torch.") for one in PLAIN)
+        known = ", ".join(map(dtype_name, PLAIN))
         raise CheckpointError(f"GGUF has no type for {dtype}, it has {known}", name=key, fix="Convert or leave it out.")
     return PLAIN[dtype], shape
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .._dtypes import dtype_name
 from ..errors import ConversionError
 from ..formats import torchao
 from .foreign import KEY, Foreign, described
@@ -42,7 +43,7 @@ def plain_class(module: nn.Module) -> tuple[type[nn.Module], tuple[str, ...], st
 
 def _json(fact: Any) -> Any:
     if isinstance(fact, torch.dtype):
-        return {"_type": "torch.dtype", "_data": str(fact).removeprefix("torch.")}
+        return {"_type": "torch.dtype", "_data": dtype_name(fact)}
     return list(fact) if isinstance(fact, (list, tuple)) else fact if isinstance(fact, (bool, int, str)) else str(fact)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..._dtypes import dtype_name
 from ...errors import CheckpointError
 from ...files import Stored
 from ...files.strict_json import parse_object, short_repr
@@ -144,7 +145,7 @@ def _settings(contents: Contents, layer: str, listed: Mapping[str, Any]) -> Mapp
         return parse_object(text, name=key, what=f"JSON in {key}", floats=True)
     if f"{layer}{OLD_SCALE}" in tensors:
         codes = tensors.get(f"{layer}.weight")
-        return {"format": str(codes.dtype).removeprefix("torch.") if codes else "float8_e4m3fn"}
+        return {"format": dtype_name(codes.dtype) if codes else "float8_e4m3fn"}
     raise CheckpointError(f"it has a scale ({layer}.weight_scale), but no settings ({key})")
 
 
