@@ -35,7 +35,7 @@ from torch import Tensor
 
 from .._dtypes import dtype_from_name, dtype_name
 from ..errors import CheckpointError, SchemeError, TetherError
-from ..geometry.views import Shape, View, contiguous_stride, extent
+from ..geometry.views import Shape, View, contiguous_stride, extent, is_dense
 from ..weights.spec import Tie, WeightSpec
 from .dtypes import CODES
 from .header import Stored
@@ -221,7 +221,7 @@ def layout_of(spec: WeightSpec) -> dict[str, tuple[torch.dtype, Shape]]:
 
     Raises CheckpointError if its strides do not match its shape, and the errors of its scheme for invalid fields.
     """
-    if spec.stride != contiguous_stride(spec.shape) and not _is_dense(spec.shape, spec.stride):
+    if spec.stride != contiguous_stride(spec.shape) and not is_dense(spec.shape, spec.stride):
         raise CheckpointError(f"the strides {spec.stride} do not fit the shape {spec.shape}")
     parts = spec.scheme.layout(spec.base)
     return {name: (part.dtype or spec.dtype, tuple(part.shape)) for name, part in parts.items()}
@@ -234,21 +234,9 @@ def _strides(entry: Any, stored: Stored | None, *, where: str) -> Shape:
     if stored is None:
         raise CheckpointError("the record has strides for it, the file does not store it", name=where)
     fits = isinstance(entry, list) and len(entry) == len(stored.shape) and all(is_count(n) for n in entry)
-    if not fits or not _is_dense(stored.shape, tuple(entry)):
+    if not fits or not is_dense(stored.shape, tuple(entry)):
         raise CheckpointError(f"the strides {short_repr(entry)} are not dense for shape {stored.shape}", name=where)
     return tuple(entry)
-
-
-def _is_dense(shape: Shape, stride: Shape) -> bool:
-    """Return whether the strides visit each of ``prod(shape)`` elements once."""
-    if 0 in shape:
-        return True
-    step = 1
-    for size, jump in sorted(((n, s) for n, s in zip(shape, stride, strict=True) if n > 1), key=lambda pair: pair[1]):
-        if jump != step:
-            return False
-        step *= size
-    return True
 
 
 def _dtype(entry: Any, *, where: str) -> torch.dtype:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ..torch_private.tensors import storage_id
-from .views import extent
+from .views import extent, is_dense
 
 _HARDEST = 100_000
 """Steps of numpy's exact overlap test, a Diophantine problem. Pairs that need more steps count as overlapping."""
@@ -42,12 +42,7 @@ class MemoryBlock:
     @property
     def is_dense(self) -> bool:
         """Return whether the elements fill the bytes from ``start`` to ``stop`` without a gap or an overlap."""
-        step = 1
-        for stride, size in sorted((t, n) for n, t in zip(self.size, self.stride, strict=True) if n != 1):
-            if stride != step:
-                return False
-            step *= size
-        return True
+        return is_dense(self.size, self.stride)
 
     def overlaps(self, other: MemoryBlock) -> bool:
         """Return whether a byte belongs to an element of both."""

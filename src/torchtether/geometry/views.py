@@ -40,6 +40,18 @@ def overlaps_itself(size: Sequence[int], stride: Sequence[int]) -> bool:
     return False
 
 
+def is_dense(size: Sequence[int], stride: Sequence[int]) -> bool:
+    """Return whether the elements fill their extent without a gap or an overlap; True if there are none."""
+    if 0 in size:
+        return True
+    step = 1
+    for jump, count in sorted((t, n) for n, t in zip(size, stride, strict=True) if n > 1):
+        if jump != step:
+            return False
+        step *= count
+    return True
+
+
 @cached
 def contiguous_stride(shape: Shape) -> Shape:
     """Return the strides, in elements, of a contiguous tensor of ``shape``.
