@@ -13,6 +13,7 @@ from torch import Tensor
 from ...errors import SchemeError
 from ...geometry.views import Shape
 from ...schemes import Affine, ScaledFloat, Scheme, scheme_to_text
+from ...weights.products.scaled_mm import swizzled
 from ...weights.spec import WeightSpec
 from ...weights.weight import Weight
 from ..entry import FLOAT8, FLOATS, refuse_other
@@ -57,7 +58,7 @@ def pack(name: str, weight: Tensor) -> dict[str, Tensor]:
         tensors[f"{name}_scale_2"] = parts["global_scale"]
     tensors[f"{name.removesuffix('.weight')}{SETTINGS}"] = torch.tensor(list(_text(kind)), dtype=torch.uint8)
     shape = made[f"{name}_scale"][1]
-    tensors[f"{name}_scale"] = _as_tiles(scale, shape) if kind in TILED else scale.float().reshape(shape)
+    tensors[f"{name}_scale"] = swizzled(scale).view(shape) if kind in TILED else scale.float().reshape(shape)
     return tensors
 
 
@@ -113,11 +114,3 @@ def _kind(name: str, spec: WeightSpec) -> str:
 
 def _text(kind: str) -> bytes:
     return json.dumps({"format": kind}).encode()
-
-
-def _as_tiles(scales: Tensor, shape: Shape) -> Tensor:
-    """Return the scales of a matrix in whole tiles; tiles along the columns follow each other first."""
-    padded = torch.zeros(shape, dtype=torch.uint8, device=scales.device)
-    padded[: scales.shape[0], : scales.shape[1]] = scales.view(torch.uint8)
-    tiles = padded.view(-1, 4, 32, shape[1] // 4, 4).permute(0, 3, 2, 1, 4)
-    return tiles.reshape(shape).view(scales.dtype)
