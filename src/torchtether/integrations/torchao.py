@@ -13,8 +13,6 @@ from ..errors import ConversionError
 from ..formats import torchao
 from .foreign import KEY, Foreign, described
 
-NAME = "torchao"
-
 _OPTIONAL = ("tensor_data_names", "optional_tensor_data_names")
 
 
