@@ -47,7 +47,7 @@ class KernelChoice(NamedTuple):
 
 
 ANY = 1 << 62
-INTEGERS, FLOATS = ("INT8", "UINT8", "INT4"), ("E4M3", "E5M2", "TABLE4")
+INTEGERS = ("INT8", "UINT8", "INT4")
 
 
 def _bf16(
