@@ -43,6 +43,12 @@ def as_on(fast, is_compiled=True):
         graph_ops._known.cache_clear()
 
 
+def choose(layout, dtype, rows):
+    """The name of the kernel that the table names first for ``rows`` rows of input on the CPU, or ``chunks``."""
+    fitting = table.kernels_for(layout, dtype) if layout is not None else ()
+    return next((kernel for kernel, most in fitting if rows <= most), "chunks")
+
+
 def pick(generator, values):
     return values[int(torch.randint(len(values), (), generator=generator))]
 

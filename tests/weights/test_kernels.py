@@ -21,7 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import torchtether as tt
 from tests.catalog import SCHEMES, rand
-from tests.weights.kernel_cases import EPS, as_on, rounded
+from tests.weights.kernel_cases import EPS, as_on, choose, rounded
 from torchtether import compiled
 from torchtether.formats.gguf_blocks import TABLE as IQ4
 from torchtether.schemes import Biased, SuperBlocks
@@ -29,7 +29,7 @@ from torchtether.weights.ops import graph_ops
 from torchtether.weights.ops import product as product_module
 from torchtether.weights.products import chunks, cpu, decoding, int8pack, table
 from torchtether.weights.products.layout import KINDS, layout_of
-from torchtether.weights.products.table import TABLE, choose, kernels_for
+from torchtether.weights.products.table import TABLE, kernels_for
 
 needs_compiler = pytest.mark.skipif(compiled.native() is None, reason="nothing compiled is there")
 LAID_OUT = [row for row in SCHEMES if layout_of(row.scheme, (8, 256)) is not None]

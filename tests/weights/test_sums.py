@@ -6,12 +6,12 @@ import torch.nn.functional as F
 
 import torchtether as tt
 from tests.catalog import rand
-from tests.weights.kernel_cases import as_on, rounded, unrounded
+from tests.weights.kernel_cases import as_on, choose, rounded, unrounded
 from torchtether.formats.gguf_blocks import TABLE as IQ4
 from torchtether.schemes import Biased, SuperBlocks
 from torchtether.weights.ops import graph_ops
 from torchtether.weights.products.layout import STREAM
-from torchtether.weights.products.table import HALVES, INTEGERS, choose, has_amx, has_fast_halves
+from torchtether.weights.products.table import HALVES, INTEGERS, has_amx, has_fast_halves
 
 UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 """What one rounding moves a number by, at most, in units of it."""

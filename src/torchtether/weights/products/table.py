@@ -384,13 +384,3 @@ def _kernels_for(layout: Layout, dtype: torch.dtype, device: str) -> Iterator[tu
         is_input = row.rounds is None or row.rounds == bool(layout.fields["activations"])
         if is_place and fits and is_input and TAKES[row.kernel](layout):
             yield row.kernel, row.rows
-
-
-def choose(layout: Layout | None, dtype: torch.dtype, rows: int, device: str = "cpu") -> str:
-    """Return the name of the kernel for ``rows`` rows of input, one of ``TAKES``, or ``chunks``.
-
-    >>> choose(None, torch.bfloat16, 1)
-    'chunks'
-    """
-    fitting = kernels_for(layout, dtype, device) if layout is not None else ()
-    return next((kernel for kernel, most in fitting if rows <= most), "chunks")
