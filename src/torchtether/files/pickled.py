@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ..errors import CheckpointError, TetherError, TieError
 from ..geometry.views import View, extent
 from ..ties.components import Component, find_components, tie_of
+from ..torch_private.tensors import checkpoint_offset_of
 from ..weights.spec import Tie, WeightSpec
 from ..weights.weight import Weight
 from .header import Header, Stored
@@ -190,13 +191,10 @@ def _checked(weight: Weight, where: str) -> tuple[WeightSpec, dict[str, Tensor]]
 
 
 def _place(tensor: Tensor, where: str) -> int:
-    """Return the byte of the file at which the storage of ``tensor`` begins.
-
-    Torch records it on storages that it loads to ``meta``.
-    """
+    """Return the byte of the file at which the storage of ``tensor`` begins."""
     if not tensor.numel():
         return 0
-    place = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
+    place = checkpoint_offset_of(tensor.untyped_storage())
     if type(place) is not int or place < 0:
         raise CheckpointError("torch.load does not report its position in the file", name=where)
     return place

@@ -200,8 +200,10 @@ def is_fake(tensor: Tensor) -> bool:
 base_of: Callable[[Tensor], Tensor | None] = attrgetter("_base")
 """Return the tensor of which the argument is a view, as autograd records it; ``None`` if it is not a view."""
 
-checkpoint_offset_of: Callable[[Any], int | None] = attrgetter("_checkpoint_offset")
-"""Return the offset in its file of a storage that ``torch.load`` has read inside a ``FakeTensorMode``."""
+
+def checkpoint_offset_of(storage: torch.UntypedStorage) -> int | None:
+    """Return the byte of its file at which ``storage`` begins, which ``torch.load`` notes if it loads to ``meta``."""
+    return getattr(storage, "_checkpoint_offset", None)
 
 
 def has_hooks(tensor: Tensor) -> bool:
