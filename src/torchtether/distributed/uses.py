@@ -20,11 +20,10 @@ _VIEWS = {"T", "mT", "H", "mH", "data"}
 
 @dataclass(frozen=True)
 class Use:
-    """Record that ``name`` is an argument of ``function`` while the modules of ``running``, outermost first, run."""
+    """Record that ``name`` is an argument of a function while the modules of ``running``, outermost first, run."""
 
     name: str
     running: tuple[str, ...]
-    function: str
 
 
 def find_uses(model: nn.Module, inputs: Any) -> tuple[Use, ...]:
@@ -41,8 +40,8 @@ def find_uses(model: nn.Module, inputs: Any) -> tuple[Use, ...]:
     ...         self.emb = nn.Embedding(5, 2)
     ...     def forward(self, ids):
     ...         return self.emb(ids) @ self.emb.weight.T
-    >>> [(use.running, use.function) for use in find_uses(Tied(), (torch.tensor([1]),))]
-    [(('', 'emb'), 'embedding'), (('',), '__get__')]
+    >>> [use.running for use in find_uses(Tied(), (torch.tensor([1]),))]
+    [('', 'emb'), ('',)]
     """
     args, kwargs = ((), dict(inputs)) if isinstance(inputs, Mapping) else (tuple(inputs), {})
     args, kwargs = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), (args, kwargs))
@@ -106,5 +105,5 @@ class _Watch(TorchFunctionMode):
         if self._stack and (name != "__get__" or attribute in _VIEWS):
             for one in tree_flatten((args, kwargs))[0]:
                 if id(one) in self._names and isinstance(one, Tensor):
-                    self.uses.append(Use(self._names[id(one)], tuple(self._stack), name))
+                    self.uses.append(Use(self._names[id(one)], tuple(self._stack)))
         return func(*args, **(kwargs or {}))
