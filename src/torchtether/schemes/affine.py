@@ -328,18 +328,6 @@ class Affine(Blocked):
         size = (stop - start, grid.columns)
         return self._value(below, scale).reshape(size), self._value(below + 1, scale).reshape(size)
 
-    def _codes(
-        self, grid: Grid, x: Tensor, parts: Parts, start: int, stop: int, g_idx: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Round the float32 rows ``x`` to signed integers, in place; return them with their steps and zero points."""
-        scale = _divisor(self._step(grid.pick(parts["scale"], start, stop)))
-        zeros = scale.new_zeros(1, 1).expand(scale.shape)
-        zero = zeros if self.symmetric else self._zero_points(grid, parts, start, stop)
-        x, scale, zero = grid.align(x, scale, zero, g_idx=g_idx)
-        x = x.mul_(1.0 / scale) if self.reciprocal else x.div_(scale)
-        x = x if self.symmetric else x.add_(zero)
-        return x.round_().clamp_(self._lowest, self._highest), scale, zero
-
     def _try_quantize(self, grid: Grid, values: Tensor, parts: Parts) -> bool:
         if self.act_order:
             return False
@@ -368,8 +356,13 @@ class Affine(Blocked):
         return compiled.decode_affine(codes, grid.run, scale, zero, out, bits=self.bits, unit=self.unit)
 
     def _store_codes(self, grid: Grid, x: Tensor, parts: Parts, start: int, stop: int, out: Tensor) -> None:
-        x, _, _ = self._codes(grid, x, parts, start, stop, parts.get("g_idx"))
-        x = x.reshape(stop - start, grid.columns)
+        scale = _divisor(self._step(grid.pick(parts["scale"], start, stop)))
+        zeros = scale.new_zeros(1, 1).expand(scale.shape)
+        zero = zeros if self.symmetric else self._zero_points(grid, parts, start, stop)
+        x, scale, zero = grid.align(x, scale, zero, g_idx=parts.get("g_idx"))
+        x = x.mul_(1.0 / scale) if self.reciprocal else x.div_(scale)
+        x = x if self.symmetric else x.add_(zero)
+        x = x.round_().clamp_(self._lowest, self._highest).reshape(stop - start, grid.columns)
         x = x.add_(self._offset) if self._offset else x
         if self.bits == 8:
             out.copy_(x)
