@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .._dtypes import dtype_name
 from ..geometry.views import Shape
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -65,7 +66,7 @@ class Case(NamedTuple):
         return filled(*self)
 
     def __str__(self) -> str:
-        return f"{tuple(self.shape)} {str(self.dtype).removeprefix('torch.')} {self.pattern!r}"
+        return f"{tuple(self.shape)} {dtype_name(self.dtype)} {self.pattern!r}"
 
 
 def cases(shapes: tuple[Shape, ...], seed: int = 0) -> list[Case]:

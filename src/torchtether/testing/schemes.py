@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .._dtypes import dtype_name
 from ..checkpoint.reader import open_checkpoint
 from ..checkpoint.saver import save
 from ..errors import LawError, SchemeError, UnsupportedOpError
@@ -255,7 +256,7 @@ def _narrow(subject: _SchemeUnderTest) -> None:
             exact = subject.scheme.decode(parts, case.shape, torch.float32)
             for dtype in (torch.float16, torch.bfloat16):
                 made, rounded = subject.scheme.decode(parts, case.shape, dtype), exact.to(dtype)
-                what = f"decode in {str(dtype).removeprefix('torch.')} is not the rounded float32, for {case}"
+                what = f"decode in {dtype_name(dtype)} is not the rounded float32, for {case}"
                 require(torch.equal(made, rounded), what)
 
 
