@@ -94,8 +94,8 @@ def _hooks(subject: Subject) -> None:
             convert(module)
         where = f"{how} inside tt.swapping"
         _same_places(module, weight, type(weight), optimizer, where)
-        require(bool(hooks_of(weight)[0]), f"{where} loses the gradient hook")
-        after = getattr(weight, "_post_accumulate_grad_hooks", None)
+        hooks, after = hooks_of(weight)
+        require(bool(hooks), f"{where} loses the gradient hook")
         require(bool(after), f"{where} loses the hook after accumulation")
         require(getattr(weight, "note", None) == "kept", f"{where} loses the attributes that users set")
         require(not has_grad or isinstance(weight.grad, Tensor), f"{where} loses the gradient")
