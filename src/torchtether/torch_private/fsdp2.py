@@ -54,9 +54,8 @@ def frees_before_copy() -> bool:
 
 
 def _fsdp2_params(state: Any) -> Iterator[Any]:
-    groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
-    for group in groups:
-        yield from group.fsdp_params if group is not None else ()
+    for group in state._fsdp_param_groups:
+        yield from group.fsdp_params
 
 
 def reseat_slots(state: Any) -> None:
