@@ -66,7 +66,7 @@ def test_changes_after_the_constructor_stay():
         torch.nn.init.ones_(model.pooler.dense.weight)
     tt.materialize(model)
     assert model.pooler.dense.weight.eq(1).all()
-    assert not model.pooler.dense.bias.any()  # where torch's own is random
+    assert not model.pooler.dense.bias.any()
 
 
 def test_a_model_on_a_real_device_is_left_to_transformers():
@@ -82,6 +82,30 @@ def test_init_weights_works_after_the_block():
         torch.nn.init.constant_(tensor, 5)
     model.init_weights()
     assert not any(tensor.eq(5).all() for tensor in model.parameters())
+
+
+class _Around(transformers.PreTrainedModel):
+    """A model around another one, which may have its values already."""
+
+    config_class = transformers.ViTConfig
+    _supports_sdpa = True
+
+    def __init__(self, inner):
+        super().__init__(inner.config)
+        self.inner, self.head = inner, torch.nn.Linear(4, 4)
+        self.post_init()
+
+    def _init_weights(self, module):
+        if isinstance(module, torch.nn.Linear):
+            torch.nn.init.constant_(module.weight, 7)
+
+
+def test_a_model_with_values_keeps_its_marks_inside_the_block():
+    inner = _vit()
+    with tt.on_meta():
+        _Around(inner)
+    before = inner.pooler.dense.weight.clone()
+    assert torch.equal(_Around(inner).inner.pooler.dense.weight, before)
 
 
 def test_models_on_plain_meta_are_left_alone():

@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 _building = threading.local()
-"""``models``: those that this thread has initialised inside the block."""
+"""``modules``: those that this thread has initialised inside the block, and that were not before."""
 
 
 @contextmanager
@@ -24,23 +24,22 @@ def initialising() -> Iterator[None]:
     """
     if not hasattr(PreTrainedModel.init_weights, "__wrapped__"):
         PreTrainedModel.init_weights = _on_meta_too(PreTrainedModel.init_weights)  # type: ignore[method-assign]
-    outer, _building.models = getattr(_building, "models", None), []
+    outer, _building.modules = getattr(_building, "modules", None), []
     try:
         yield
     finally:
-        for model in _building.models:
-            for module in model.modules():
-                module.__dict__.pop("_is_hf_initialized", None)
-        _building.models = outer
+        for module in _building.modules:
+            module.__dict__.pop("_is_hf_initialized", None)
+        _building.modules = outer
 
 
 def _on_meta_too(original: Any) -> Any:
     @wraps(original)
     def init_weights(model: PreTrainedModel) -> None:
-        models = getattr(_building, "models", None)
-        if models is not None and torch.get_default_device().type == "meta":
+        modules = getattr(_building, "modules", None)
+        if modules is not None and torch.get_default_device().type == "meta":
+            modules += [module for module in model.modules() if "_is_hf_initialized" not in vars(module)]
             model.initialize_weights()
-            models.append(model)
         original(model)
 
     return init_weights
