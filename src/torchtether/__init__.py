@@ -18,6 +18,7 @@ with _uncollected():  # one garbage collection over all objects of torch would t
     from .conversion.building import INITIALISING as _INITIALISING
     from .conversion.building import on_meta
     from .conversion.converting import convert
+    from .conversion.materializing import FILLED as _FILLED
     from .conversion.materializing import materialize
     from .conversion.quantizing import dequantize, quantize
     from .conversion.sizing import QuantizePlan, plan_quantize
@@ -43,6 +44,7 @@ with _uncollected():  # one garbage collection over all objects of torch would t
     from .integrations.adopting import adopt
     from .integrations.imported import BUILDERS as _BUILDERS
     from .integrations.imported import LIBRARIES as _LIBRARIES
+    from .integrations.imported import MARKERS as _MARKERS
     from .loading.plan import LoadPlan, load, plan_load
     from .loading.report import LoadReport
     from .pictures import StorageDiff, StorageMap, storage_map
@@ -87,6 +89,7 @@ with _uncollected():  # one garbage collection over all objects of torch would t
 _warn_if_untested()
 _LISTENERS.update(_LIBRARIES)
 _INITIALISING.update(_BUILDERS)
+_FILLED.update(_MARKERS)
 
 __all__ = [
     # checkpoints

@@ -100,6 +100,61 @@ class _Around(transformers.PreTrainedModel):
             torch.nn.init.constant_(module.weight, 7)
 
 
+def _loaded(context, path):
+    with context:
+        model = _vit()
+    tt.load(model, path)
+    return model
+
+
+@pytest.mark.parametrize("how", ["materialize", "load", "load into plain meta", "apply in parts"])
+def test_a_model_around_a_filled_one_keeps_its_values(how, tmp_path):
+    tt.save(_vit(), tmp_path)
+    if how == "materialize":
+        with tt.on_meta():
+            model = _vit()
+        tt.materialize(model)
+    elif how == "apply in parts":
+        with tt.on_meta():
+            model = _vit()
+        plan = tt.plan_load(model, tmp_path)
+        plan.apply(only="pooler.*")
+        plan.apply()
+    else:
+        model = _loaded(tt.on_meta() if how == "load" else torch.device("meta"), tmp_path)
+    before = {name: tensor.clone() for name, tensor in model.named_parameters()}
+    around = _Around(model)
+    assert all(torch.equal(model.get_parameter(name), tensor) for name, tensor in before.items())
+    assert around.head.weight.eq(7).all()
+
+
+def test_missing_tensors_are_not_marked_as_initialised(tmp_path):
+    """``from_pretrained`` initialises them, and ``init_weights`` does so after a load that is not strict."""
+    state = {name: tensor for name, tensor in _vit().state_dict().items() if not name.startswith("pooler")}
+    torch.save(state, tmp_path / "model.pt")
+    with torch.device("meta"):
+        model = _vit()
+    for tensor in model.to_empty(device="cpu").parameters():
+        torch.nn.init.constant_(tensor, 5)
+    tt.load(model, tmp_path / "model.pt", strict=False)
+    model.init_weights()
+    assert not model.pooler.dense.weight.eq(5).any()
+    assert all(torch.equal(model.get_parameter(name), tensor) for name, tensor in state.items())
+
+
+def test_materialize_marks_only_what_it_fills():
+    with torch.device("meta"):
+        model = _vit()
+    for tensor in model.to_empty(device="cpu").parameters():
+        torch.nn.init.constant_(tensor, 5)
+    with tt.on_meta():
+        model.pooler.dense.bias = torch.nn.Parameter(torch.zeros(48))
+    tt.materialize(model)
+    model.init_weights()
+    assert model.pooler.dense.weight.eq(5).all()
+    assert not model.layernorm.weight.eq(5).any()
+
+
 def test_a_model_with_values_keeps_its_marks_inside_the_block():
     inner = _vit()
     with tt.on_meta():

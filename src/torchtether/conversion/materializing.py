@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -95,7 +96,23 @@ def materialize(
     _warn_of_unregistered(name for name in loose if name not in plain)
     forget_recipes(model, hidden.values())
     _initialise(work if init is not None else others, modules, init)
+    filled = {path for component in work for path in _paths(component)}
+    tell_filled(model, [name for name in named_tensors(model) if name.rpartition(".")[0] not in filled])
     return given
+
+
+FILLED: dict[str, Callable[[nn.Module, Collection[str]], None]] = {}
+"""Functions to call for a model that got values, by the module name of another library: only if that is imported.
+
+Each takes the model and the names of tensors that got none.
+"""
+
+
+def tell_filled(model: nn.Module, left: Collection[str]) -> None:
+    """Call ``FILLED`` for ``model``, whose tensors got values, except those named ``left`` and those on ``meta``."""
+    for library, tell in FILLED.items():
+        if library in sys.modules:
+            tell(model, left)
 
 
 def forget_recipes(model: nn.Module, others: Iterable[nn.Module] = ()) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from .._checks import as_module, check_path
-from ..conversion.materializing import forget_recipes
+from ..conversion.materializing import forget_recipes, tell_filled
 from ..conversion.selection import Rules
 from ..errors import LoadError
 from ..exchange.exchange import Exchange
@@ -272,6 +272,7 @@ class _Sharded:
                 exchange.know_weights(names_of_weights(changed))
         if not any(read[name].is_meta for name in draft.recorded):  # else tt.materialize needs them
             forget_recipes(self._model)
+        tell_filled(self._model, draft.missing)
         set_extra_states(self._model, draft.given, self._extra)
         for state in fsdp2_states(self._model):
             renew_shards(state)

@@ -6,7 +6,7 @@ No library is imported here before the user has imported it.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import nn
 from ..checkpoint.reader import Checkpoint
 from ..renaming.steps import Rename
 from ..ties.names import named_tensors
-from ..torch_private.modules import unwrapped_name
+from ..torch_private.modules import buffers_of, parameters_of, unwrapped_name
 
 _MODELING = "transformers.modeling_utils"
 
@@ -67,6 +67,25 @@ def _initialising_transformers() -> AbstractContextManager[None]:
 
 BUILDERS = {_MODELING: _initialising_transformers}
 """Contexts for imported libraries whose models skip their initialisation on ``meta``; see ``building.INITIALISING``."""
+
+
+def _mark_for_transformers(model: nn.Module, left: Collection[str]) -> None:
+    """Mark the modules of transformers models as initialised, except those with tensors in ``left`` or on ``meta``.
+
+    ``from_pretrained`` does so. A model that is built around unmarked modules initialises them again.
+    """
+    kind: Any = getattr(sys.modules[_MODELING], "PreTrainedModel", ())
+    paths = {name.rpartition(".")[0] for name in left}
+    skipped = {id(module) for path, module in model.named_modules(remove_duplicate=False) if path in paths}
+    for owner in (module for module in model.modules() if isinstance(module, kind)):
+        for module in owner.modules():
+            own = (*parameters_of(module).values(), *buffers_of(module).values())
+            if id(module) not in skipped and not any(tensor is not None and tensor.is_meta for tensor in own):
+                vars(module)["_is_hf_initialized"] = True
+
+
+MARKERS = {_MODELING: _mark_for_transformers}
+"""Functions that tell an imported library which modules have their values; see ``materializing.FILLED``."""
 
 
 def names_of_library(model: nn.Module, checkpoint: Checkpoint) -> Rename:

@@ -141,6 +141,8 @@ class LoadPlan:
             extra = [name for name in self._draft.extra if name in wanted and name not in self._done]
             set_extra_states(self.model, given, extra)
             self._done.update(extra)
+            if not self.left:
+                materializing.tell_filled(self.model, self.missing_keys)
         mapped = sum(step.nbytes for step in steps if id(step) in is_mapped)
         return LoadReport(
             self.missing_keys,
