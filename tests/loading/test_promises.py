@@ -448,6 +448,26 @@ def test_views_that_are_stored_apart_fill_one_memory(tmp_path, meta):
         assert torch.equal(again.q, source.q)
 
 
+@pytest.mark.parametrize("dtype", [torch.complex128, torch.float64, torch.float16, torch.int8], ids=str)
+def test_views_of_every_width_are_compared(tmp_path, dtype):
+    def halves(values):
+        model = nn.Module()
+        model.low, model.high = (nn.Parameter(part, False) for part in (values[:3], values[1:]))
+        return model
+
+    source = halves(torch.arange(16).view(4, 4).to(dtype))
+    state = {name: tensor.clone() for name, tensor in source.state_dict().items()}
+    torch.save(state, tmp_path / "x.pt")
+    model = halves(torch.zeros(4, 4, dtype=dtype))
+    tt.load(model, tmp_path / "x.pt")
+    assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in state.items())
+    assert model.high.data_ptr() == model.low[1].data_ptr()
+    state["high"][0, 0] += 1
+    torch.save(state, tmp_path / "y.pt")
+    with pytest.raises(tt.LoadError, match="high: the model ties it to low, the checkpoint has other values"):
+        tt.load(model, tmp_path / "y.pt")
+
+
 def test_slices_that_do_not_cover_a_tensor_leave_it_missing(tmp_path):
     source = build(Fused)
     tt.save({"q": source.q, "kt": source.kt, "row": source.row}, tmp_path / "x")

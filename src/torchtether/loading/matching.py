@@ -30,7 +30,8 @@ _CPU = torch.device("cpu")
 SAME_VALUES = "Give the same values for both, or call tt.untie on it in the model."
 """The advice in errors about a source that has different values for names that a model ties."""
 
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+"""Dtypes in which values are compared, by their bytes: as bits, but for those of complex128."""
 
 
 def match(model: nn.Module, checkpoint: Checkpoint, options: LoadOptions) -> Draft:
