@@ -27,7 +27,8 @@ inline void gradient_of(const Layout& L, const Parts& P, const Kernels& kernels,
         x = padded.data(), stride = whole;
     }
     const int64_t blocks = (L.columns + ACROSS - 1) / ACROSS, row = blocks * ACROSS * 2;
-    const int64_t fitting = (2 << 20) / row / DEEP * DEEP, most = fitting > whole ? whole : fitting > DEEP ? fitting : DEEP;
+    // Rows of codes at once: the threads begin twice for them, which takes up to 75 us if they sleep meanwhile.
+    const int64_t fitting = (8 << 20) / row / DEEP * DEEP, most = fitting > whole ? whole : fitting > DEEP ? fitting : DEEP;
     Array<Line> pairs = Array<Line>::unset(blocks * most / 2 * LINES);  // of a block all pairs of rows
     Buffer totals = Buffer::unset(blocks * tall * ACROSS);
     for (int64_t start = 0; start < whole; start += most) {
