@@ -661,6 +661,7 @@ def test_a_scheme_is_called_as_it_is_spelled(text):
     assert scheme_to_text(scheme).partition("(")[0] == text.strip().partition("(")[0]
     assert scheme_to_text(tt.int4(fit="mse")) == scheme_to_text(tt.int4()) == "int4"
     assert scheme_to_text(tt.Affine(bits=3)) == "Affine(bits=3)"
+    assert scheme_to_text(tt.mxfp4()) == "mxfp4"  # also mxfp8(element=e2m1, scale_rounding=even)
 
 
 def test_every_scheme_of_the_catalog_is_called_by_a_text_of_its_own():

@@ -126,8 +126,9 @@ def fp4(double_quant: bool = False, *, block_size: int = 64) -> Codebook:
 def mxfp8(element: str = "e4m3", *, scale_rounding: str = "rceil") -> ScaledFloat:
     """Return OCP microscaling fp8: ``"e4m3"`` or ``"e5m2"`` with a power of two per 32 columns.
 
-    ``scale_rounding`` says how that power is chosen: by default one that clips nothing.  Raises SchemeError for an
-    unknown ``element`` or ``scale_rounding``.
+    The smaller elements of ``ScaledFloat`` are accepted, too: ``"e2m3"`` makes it mxfp6.  ``scale_rounding`` says how
+    the power is chosen: by default one that clips nothing.  Raises SchemeError for an unknown ``element`` or
+    ``scale_rounding``.
 
     >>> mxfp8().nbytes((64, 64), torch.bfloat16)
     4224

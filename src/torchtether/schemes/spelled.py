@@ -73,6 +73,7 @@ def scheme_to_text(scheme: Scheme) -> str:
     ('int4', 'int4(group_size=32, scale_dtype=bfloat16)')
     """
     held = scheme.scheme if isinstance(scheme, ColumnScaled) else scheme
+    texts: list[str] = []
     for name, make in NAMED.items():
         parameters = inspect.signature(make).parameters
         keys = [key for key in parameters if key != "fit"]  # fit concerns encoding only
@@ -84,8 +85,8 @@ def scheme_to_text(scheme: Scheme) -> str:
             continue
         changed = [(key, value) for key, value in options.items() if value != parameters[key].default]
         words = (f"{key}={dtype_name(one) if isinstance(one, torch.dtype) else one}" for key, one in changed)
-        return f"{name}({', '.join(words)})" if changed else name
-    return str(scheme)
+        texts.append(f"{name}({', '.join(words)})" if changed else name)
+    return min(texts, key=len, default=str(scheme))
 
 
 def _parsed(text: str, name: str, known: tuple[str, ...]) -> ast.Call:
