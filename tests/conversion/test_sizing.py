@@ -171,6 +171,8 @@ def test_values_are_needed_and_must_be_finite():
         model.up.weight[3, 5] = float("nan")
     with pytest.raises(tt.SchemeError, match=r"up\.weight"):
         tt.plan_quantize(model, bits=4, schemes=["int8", "int4"])
+    with pytest.raises(tt.SchemeError, match=r"up\.weight: 1 of \d+ values are not finite"):
+        tt.plan_quantize(model, bits=16)  # among the default schemes is None: as it is
 
 
 def test_a_candidate_that_does_not_fit_a_shape_is_left_out_there():

@@ -213,6 +213,8 @@ def options_of(
         try:
             error = 0.0 if scheme is None else relative_error(tensor, scheme, moments)
         except SchemeError as fault:
+            if not bool(tensor.isfinite().all()):  # no scheme can hold it, and as it is it would seem exact
+                raise fault.named(name) from None
             refused = fault.what
             continue
         nbytes = tensor.nbytes if scheme is None else scheme.nbytes(tuple(tensor.shape), tensor.dtype)
