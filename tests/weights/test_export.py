@@ -155,6 +155,20 @@ def test_compiled_encoding_gives_the_same_bits(scheme):
 
 
 @own_warnings
+@pytest.mark.parametrize("scheme", NAMES)
+def test_in_place_ops_on_a_frozen_weight_compile_without_a_break(scheme):
+    torch._dynamo.reset()
+    eager, held = (tt.Weight.encode(torch.linspace(-1, 1, 4096).view(16, 256), NAMED[scheme]()) for _ in range(2))
+
+    def change(weight):
+        weight.mul_(0.25).clamp_(max=0.125)
+
+    change(eager)
+    torch.compile(change, fullgraph=True, backend="aot_eager")(held)
+    assert same(held.parts, eager.parts)
+
+
+@own_warnings
 def test_schemes_are_made_in_compiled_code():
     torch._dynamo.reset()
     values = torch.randn(4, 256)

@@ -46,8 +46,8 @@ def convert(
     changes, ``"checked"`` leaves those made so far.  If it arrives later, it is delivered when all is done.
 
     Raises:
-        ConversionError: ``dtype`` is no float dtype, a complex tensor would lose its imaginary part, a tensor is on
-            ``meta`` or lazy, or something holds it (a graph, a view, DDP).
+        ConversionError: ``dtype`` is no float dtype, a complex tensor would lose its imaginary part, a tensor is lazy,
+            or on ``meta`` without values to move, or something holds it (a graph, a view, DDP).
         OptimizerError: the optimizer belongs to another model.
 
     >>> import torch, torchtether as tt

@@ -84,6 +84,7 @@ def load(
         CheckpointError: a file is absent or damaged.
         LoadError: the checkpoint does not fit the model, rows cut a block, another rank failed, or ranks would load
             different schemes or dtypes.
+        SchemeError: values to be quantized are not finite.
         OptimizerError: the optimizer belongs to another model.
         ConversionError: something holds a parameter that must be exchanged, such as FSDP2 after its first forward; or
             the model is under DDP or FSDP1.

@@ -47,8 +47,8 @@ def swapping(model: nn.Module | None = None, *, optimizer: Optimizers = None) ->
     Three things are impossible, because torch walks the modules itself: to take back a call that fails in the middle (a
     key that is missing or of another shape is found when others have been loaded), to refuse losses that torch accepts
     silently (it drops imaginary parts, rounds to integers, leaves ``meta`` as it is without ``assign=True``), and to
-    call a function of your own (``model._apply(f)``) only once per tied tensor.  ``assign=True`` shares memory with the
-    state dict, as always.  Use ``tt.convert`` and ``tt.load`` where you can.
+    call a function of your own (``model._apply(f)``) only once for tied buffers and views. ``assign=True`` shares
+    memory with the state dict, as always. Use ``tt.convert`` and ``tt.load`` where you can.
 
     The scope sets ``torch.__future__.set_swap_module_params_on_conversion(True)``, which holds for the whole *process*,
     and restores it.  It takes the lock of all converters, so a second thread waits.  It replaces ``_apply`` and

@@ -183,7 +183,7 @@ class LoadPlan:
         return wanted
 
     def _take_file_ties(self, wanted: set[str]) -> None:
-        """Change the model's ties to the file's, for ``ties="file"``; the names concerned get new Parameters."""
+        """Change the model's ties to the file's, for ``ties="file"``; its aliases get another Parameter."""
         here = [name for name in self._draft.untie if name in wanted]
         pairs = [pair for pair in self._draft.tie if not wanted.isdisjoint(pair)]
         if not here and not pairs:
@@ -241,7 +241,8 @@ def plan_load(
     ``load`` explains the arguments ``quantize``, ``dtype``, ``device``, ``strict``, ``ties``, ``rename``,
     ``optimizer``, ``mmap`` and ``revision``. Only headers are read, and the values of names that must agree because
     they are tied.
-    Raises CheckpointError if the files cannot be read; all other faults are in ``faults``.
+    Raises CheckpointError if the files cannot be read, and RuleError for a ``rename`` that is no rule. Other faults are
+    in ``faults``, except values that a scheme cannot hold: ``apply`` raises SchemeError before it changes anything.
 
     >>> import torch, torchtether as tt, tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -310,8 +311,8 @@ def load(
     ``strict``    a missing or unexpected key is a fault. Otherwise such keys are reported, and missing tensors stay as
                   they are; if a rule lacks pieces of a tensor, it counts as missing, and its other pieces as unexpected
     ``ties``      for ties that differ between file and model: ``"match"`` is a fault; ``"model"`` keeps the model's
-                  ties and loads the owner's values; ``"file"`` changes the model's ties, and the names concerned get
-                  new Parameters, which is a fault if ``optimizer`` holds the old ones: build it after the load.
+                  ties and loads the owner's values; ``"file"`` changes the model's ties, so that an alias becomes
+                  another Parameter, a fault if ``optimizer`` holds the old one: build it after the load.
                   With ``"file"``, too, it is a fault if only the file ties a name to a part or a transpose of another
                   tensor: tie them in the model, or load with ``"model"``
     ``rename``    the map from the file's names to the model's: a mapping, a function that returns ``None`` to leave a
@@ -349,6 +350,7 @@ def load(
         CheckpointError: a file is absent or damaged; nothing has changed.  If a file turns out to be cut short or
             unreadable while real tensors are filled, some have changed: the error names finished and unfinished ones.
         LoadError: the checkpoint does not fit the model; all faults are listed, and nothing has changed.
+        SchemeError: values to be quantized are not finite; nothing has changed.  RuleError: ``rename`` is no rule.
         OptimizerError: the only fault is that the optimizer belongs to another model; nothing has changed.
         ConversionError: something holds a parameter that must be exchanged; nothing has changed.
 

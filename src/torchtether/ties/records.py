@@ -96,8 +96,8 @@ def forget_ties(model: nn.Module, name: str) -> None:
 def check_ties(model: nn.Module, expected: Iterable[Tie] | None = None) -> None:
     """Raise TieError unless the live ties are those of ``expected``, or of the records that Weights carry.
 
-    With ``expected`` every other live tie is an error. Records are compared for the names in them only; one with other
-    names than its Weights have, as after a layer was deleted, passes while these are one live tie.
+    With ``expected`` every other live tie is an error. Without it only names in records are checked. If a record
+    has names that its Weights no longer have, as after a layer was deleted, it is enough that these are tied.
 
     Raises:
         TieError: the tie of a tensor, the first of which it names, is gone, new, or has another geometry.
