@@ -454,6 +454,8 @@ def test_refusals_change_nothing(to, only, kind, words):
 def test_a_model_without_weights_is_refused():
     with pytest.raises(tt.RuleError, match="has no Weight"):
         tt.quantize_activations(nn.Linear(4, 4))
+    with pytest.raises(tt.RuleError, match=r"no Weight of two or three dimensions\. Quantize its linear layers first"):
+        tt.quantize_activations(tt.quantize(nn.Conv2d(8, 8, 3), {"weight": "nf4"}), only="weight")
 
 
 def test_what_is_left_alone():

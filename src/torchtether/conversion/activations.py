@@ -57,7 +57,8 @@ def quantize_activations(model: Model, to: Activations = "int8", *, only: str | 
     dims = (2,) if only is None else (2, 3)
     weights = {name: held for name, held in named_tensors(model).items() if _is_weight(held, dims)}
     if not weights:
-        raise RuleError("the model has no Weight of two dimensions", fix="Quantize it first.")
+        few = "two" if only is None else "two or three"
+        raise RuleError(f"the model has no Weight of {few} dimensions", fix="Quantize its linear layers first.")
     chosen: list[Weight] = []
     for name in matched_names("*" if only is None else only, weights, RuleError, "only= matches no Weight"):
         held = weights[name]
