@@ -79,10 +79,10 @@ def test_quantize_makes_what_loading_makes(source, tmp_path, scheme, capsys):
     assert main(["verify", str(tmp_path / "made"), "--against", str(source)]) == 0
 
 
-@pytest.mark.parametrize("scheme", ["int4(group_size=32)", "nf4", "int8"])
+@pytest.mark.parametrize("scheme", ["int4(group_size=32)", "nf4", "int8", "sinq"])
 def test_quantize_with_a_fit_makes_what_loading_makes(source, tmp_path, scheme):
     """Scales are searched for, under rules too, and the file is that of a model that was loaded so."""
-    searched = replace(scheme_from_text(scheme), fit="mse")
+    searched = tt.sinq(fit="mse") if scheme == "sinq" else replace(scheme_from_text(scheme), fit="mse")
     assert main(["quantize", str(source), str(tmp_path / "a"), "--scheme", scheme, "--fit", "mse"]) == 0
     rules = [f"--rule={glob}={scheme}" for glob in ("emb.weight", "mid.weight")]
     assert main(["quantize", str(source), str(tmp_path / "b"), *rules, "--fit", "mse"]) == 0

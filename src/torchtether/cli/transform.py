@@ -26,7 +26,7 @@ from ..files import HIDDEN, SUFFIX, CarriedOver, carry_over, is_folder, local_pa
 from ..formats import GUESSED, Contained, Entry, ForLinear, Indexed, Variant, Writable, writable
 from ..geometry.views import View, contiguous_stride
 from ..progress import Progress
-from ..schemes import Plain, Scheme, resolve, scheme_to_text
+from ..schemes import ColumnScaled, Plain, Scheme, resolve, scheme_to_text
 from ..weights.spec import Tie, WeightSpec
 from ..weights.weight import Weight
 from .choosing import choose, is_linear, weights_matched
@@ -110,9 +110,11 @@ def quantize_checkpoint(
 
 
 def _fitted(scheme: Scheme, fit: str) -> Scheme:
+    if isinstance(scheme, ColumnScaled):
+        return replace(scheme, scheme=_fitted(scheme.scheme, fit))
     if not hasattr(scheme, "fit"):
         what = f"the scheme has no option fit, got fit {fit!r}"
-        raise SchemeError(what, name=scheme_to_text(scheme), fix="Use int8, int4 or nf4, or omit the fit.")
+        raise SchemeError(what, name=scheme_to_text(scheme), fix="Use int8, int4, sinq or nf4, or omit the fit.")
     return replace(scheme, fit=fit)  # type: ignore[type-var]
 
 
