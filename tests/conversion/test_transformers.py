@@ -1,5 +1,6 @@
 """Real models built on meta: every buffer comes back exactly, ties hold, and a checkpoint without them is enough."""
 
+import copy
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 
@@ -84,6 +85,30 @@ def test_init_weights_works_after_the_block():
     assert not any(tensor.eq(5).all() for tensor in model.parameters())
 
 
+def test_a_copy_made_in_a_constructor_is_initialised_as_its_original():
+    with tt.on_meta():
+        around = _Around(_Pair(_vit()))
+    tt.materialize(around)
+    one, other = around.inner.one, around.inner.other
+    assert all(torch.equal(other.get_parameter(name), tensor) for name, tensor in one.named_parameters())
+
+
+def test_from_pretrained_inside_the_block_initialises_what_no_file_has(tmp_path):
+    """It builds its model on ``meta``, too, and fills the memory of what is missing afterwards."""
+    fields = {"vocab_size": 9, "hidden_size": 16, "intermediate_size": 8, "num_hidden_layers": 1}
+    config = transformers.LlamaConfig(**fields, num_attention_heads=2, num_labels=3)
+    stock = transformers.LlamaModel(config)
+    stock.save_pretrained(tmp_path)
+    torch.use_deterministic_algorithms(True)  # new memory is filled with nan
+    try:
+        with tt.on_meta(), torch.device("cpu"):
+            model = transformers.LlamaForSequenceClassification.from_pretrained(tmp_path, num_labels=3)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert torch.equal(model.model.rotary_emb.inv_freq, stock.rotary_emb.inv_freq)
+    assert 0.005 < model.score.weight.std() < 0.05
+
+
 class _Around(transformers.PreTrainedModel):
     """A model around another one, which may have its values already."""
 
@@ -98,6 +123,12 @@ class _Around(transformers.PreTrainedModel):
     def _init_weights(self, module):
         if isinstance(module, torch.nn.Linear):
             torch.nn.init.constant_(module.weight, 7)
+
+
+class _Pair(torch.nn.Module):
+    def __init__(self, one):
+        super().__init__()
+        self.config, self.one, self.other = one.config, one, copy.deepcopy(one)
 
 
 def _loaded(context, path):
