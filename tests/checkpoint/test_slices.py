@@ -228,6 +228,8 @@ def test_a_closed_checkpoint_says_so(tmp_path):
     for read in (lambda: checkpoint["weight"], lambda: checkpoint.get_slice("weight")[:1]):
         with pytest.raises(tt.CheckpointError, match=r"weight: the file cannot be read: the checkpoint is closed"):
             read()
+    with pytest.raises(tt.CheckpointError, match=r"safetensors: the file cannot be read: the checkpoint is closed"):
+        tt.refit(nn.Linear(2, 3), checkpoint)
 
 
 def test_a_slice_of_an_alias_that_another_writer_noted(tmp_path):

@@ -42,6 +42,8 @@ def begins_with(path: Path, magic: bytes) -> bool:
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
+_CLOSED = "the checkpoint is closed, open it again"
+
 
 _SEEK = 4096
 """The least bytes of a contiguous run for which separate reads are cheaper than reading the gaps, too."""
@@ -112,7 +114,9 @@ class TensorFile(Closing):
         raise CheckpointError("the file was replaced while it was open", name=self.name, fix="Open it again.")
 
     def check_size(self) -> None:
-        """Raise CheckpointError if the file has become shorter since it was opened."""
+        """Raise CheckpointError if the file has become shorter since it was opened, or was closed."""
+        if self._descriptor < 0:
+            raise CheckpointError(f"the file cannot be read: {_CLOSED}", name=self.name)
         size = os.fstat(self._descriptor).st_size
         if size < self._size:
             raise CheckpointError(
@@ -168,7 +172,7 @@ class TensorFile(Closing):
             try:
                 self._map = private_map(self._descriptor)
             except (OSError, ValueError) as error:
-                self._fail(f"cannot be mapped: {error}", key)
+                self._fail(f"cannot be mapped: {_CLOSED if self._descriptor < 0 else error}", key)
         if stored.start + stored.nbytes > len(self._map):
             stop = stored.start + stored.nbytes
             self._fail(f"the file is cut short: it has {len(self._map)} bytes, the tensor ends at byte {stop}", key)
@@ -234,7 +238,7 @@ class TensorFile(Closing):
             try:
                 count = read_into(descriptor, [memory for _, memory in rest], at)
             except OSError as error:
-                why = "the checkpoint is closed, open it again" if descriptor < 0 else error.strerror
+                why = _CLOSED if descriptor < 0 else error.strerror
                 self._fail(f"{file} cannot be read: {why}", key)
             if count == 0:
                 self._fail(f"{file} is cut short: nothing follows byte {at}, {len(memory)} more bytes are needed", key)
