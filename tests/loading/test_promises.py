@@ -462,6 +462,11 @@ def test_views_of_every_width_are_compared(tmp_path, dtype):
     tt.load(model, tmp_path / "x.pt")
     assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in state.items())
     assert model.high.data_ptr() == model.low[1].data_ptr()
+    if dtype.is_floating_point or dtype.is_complex:
+        state["low"][1, 1] = state["high"][0, 1] = float("nan")
+        torch.save(state, tmp_path / "nan.pt")
+        tt.load(model, tmp_path / "nan.pt")
+        assert model.high[0, 1].isnan()
     state["high"][0, 0] += 1
     torch.save(state, tmp_path / "y.pt")
     with pytest.raises(tt.LoadError, match="high: the model ties it to low, the checkpoint has other values"):

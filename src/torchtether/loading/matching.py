@@ -31,7 +31,7 @@ SAME_VALUES = "Give the same values for both, or call tt.untie on it in the mode
 """The advice in errors about a source that has different values for names that a model ties."""
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
-"""Dtypes in which values are compared, by their bytes: as bits, but for those of complex128."""
+"""Dtypes in which the bits of values are held, by their bytes; see ``_differ``."""
 
 
 def match(model: nn.Module, checkpoint: Checkpoint, options: LoadOptions) -> Draft:
@@ -325,7 +325,7 @@ def _choose_views(draft: Draft, component: Component, sources: list[Source], own
         place, done = _view_of(bits, member, component), _view_of(is_set, member, component)
         values = given.read_briefly(source.name).contiguous()
         values = values.view(bits.dtype).reshape(place.shape)
-        if bool(((place != values) & done).any()):
+        if bool((_differ(place, values) & done).any()):
             _disagree(draft, sources[0].name, source.name)
         place.copy_(torch.where(done, place, values))
         done.fill_(True)
@@ -334,6 +334,14 @@ def _choose_views(draft: Draft, component: Component, sources: list[Source], own
         if not bool(_view_of(is_set, member, component).all()):
             draft.missing += [name for name in member.names if name not in others]
     return sources
+
+
+def _differ(one: Tensor, other: Tensor) -> Tensor:
+    """Return where two tensors of a dtype in ``_BITS`` have other bits."""
+    if not one.is_complex():
+        return one != other
+    bits = (torch.view_as_real(tensor).view(torch.int64) for tensor in (one, other))  # NaN differs from itself
+    return torch.ne(*bits).any(-1)
 
 
 def _view_of(memory: Tensor, member: Member, component: Component) -> Tensor:
