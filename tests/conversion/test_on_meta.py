@@ -543,6 +543,19 @@ def test_a_forward_in_a_constructor_changes_the_running_statistics(is_training):
     assert state["1.running_var"].eq(1).all() != is_training
 
 
+def test_the_output_of_a_batch_norm_that_does_not_train():
+    """The op returns its statistics, too: of the features on ``meta``, and empty on the CPU."""
+
+    def make():
+        norm = nn.BatchNorm1d(4).eval()
+        norm.register_buffer("made", norm(torch.arange(8.0).view(2, 4)).detach())
+        return norm
+
+    with tt.on_meta():
+        norm = make()
+    assert torch.equal(tt.materialize(norm).made, make().made)
+
+
 def test_a_dropped_tie_partner_and_a_tie_made_later():
     with tt.on_meta():
         model = nn.ModuleDict({"emb": nn.Embedding(6, 4), "head": nn.Linear(4, 6, bias=False)})

@@ -50,13 +50,15 @@ class Replay:
         for memory, number in last.items():
             if memory not in targets:
                 done.setdefault(number, []).append(memory)
+        used = targets.union(*(program.steps[number].touches for number in numbers))
         for number in numbers:
             with torch.no_grad():
-                self._step(id(program), program.steps[number])
+                self._step(id(program), program.steps[number], used)
             for memory in done.get(number, ()):
                 self._memory.pop((id(program), memory), None)
 
-    def _step(self, program: int, step: RecordedOp) -> None:
+    def _step(self, program: int, step: RecordedOp, used: set[int]) -> None:
+        """Run ``step``, and keep its outputs over memories in ``used``; others may have another shape than on meta."""
         if torch.get_default_dtype() != step.default_dtype:
             torch.set_default_dtype(step.default_dtype)
 
@@ -87,7 +89,7 @@ class Replay:
             held.copy_(copy)
         outputs = tree_leaves(out)
         for i, ref in step.makes:
-            if (program, ref.memory) not in self._memory:
+            if ref.memory in used and (program, ref.memory) not in self._memory:
                 self._memory[program, ref.memory] = self._laid_out(outputs[i].to(self.device), ref, step)
 
     def _laid_out(self, tensor: Tensor, ref: Ref, step: RecordedOp) -> torch.UntypedStorage:
