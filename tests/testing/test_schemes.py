@@ -286,6 +286,27 @@ def test_parts_of_another_shape_or_dtype_are_refused(scheme, what):
 
 
 @dataclass(frozen=True)
+class _Lacks(Whole):
+    """It returns no scale."""
+
+    kind: ClassVar[str] = "test-lacks"
+
+    def encode(self, values):
+        return {"codes": super().encode(values)["codes"]}
+
+
+@pytest.mark.parametrize("scheme", [_Lacks(), _Differs(shape=True)], ids=["lacks", "differs"])
+def test_a_load_onto_meta_refuses_other_parts(scheme, tmp_path):
+    """It encodes into memory of its own, which would keep what was there before."""
+    tt.save(torch.nn.Linear(4, 2), tmp_path)
+    with torch.device("meta"):
+        model = torch.nn.Linear(4, 2)
+    with pytest.raises(tt.SchemeError, match=rf"^weight: {type(scheme).__name__}.encode returns .*, layout has"):
+        tt.load(model, tmp_path, quantize={"weight": scheme})
+    assert model.weight.is_meta
+
+
+@dataclass(frozen=True)
 class _Computes(Whole):
     """Its scale has the compute dtype, and no ``convert`` casts it."""
 

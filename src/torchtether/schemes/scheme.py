@@ -134,8 +134,15 @@ class Scheme:
         return self.decode(parts, shape, dtype).index_select(0, index)
 
     def encode_into(self, values: Tensor, parts: Parts) -> None:
-        """Write the encoding of ``values`` to ``parts``, existing tensors (perhaps slices of larger ones)."""
-        for name, part in self.encode(values).items():
+        """Write the encoding of ``values`` to ``parts``, existing tensors (perhaps slices of larger ones).
+
+        Raises SchemeError, before the first write, if ``encode`` returns other names or shapes.
+        """
+        made = self.encode(values)
+        shapes, expected = ({name: tuple(part.shape) for name, part in some.items()} for some in (made, parts))
+        if shapes != expected:
+            raise SchemeError(f"{type(self).__name__}.encode returns the parts {shapes}, layout has {expected}")
+        for name, part in made.items():
             parts[name].copy_(part)
 
     def recipe(self, shape: Shape, dtype: torch.dtype) -> compiled.Recipe | None:
