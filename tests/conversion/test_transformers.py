@@ -9,6 +9,7 @@ import torch
 
 import torchtether as tt
 from tests.ties.test_transformers import MODELS
+from torchtether.conversion import materializing
 from torchtether.ties.names import named_tensors
 
 transformers = pytest.importorskip("transformers")
@@ -46,6 +47,9 @@ def test_materialized_is_eager(name):
         assert torch.equal(model(**tokens).logits, eager(**tokens).logits)
 
 
+MARKS = {"_is_hf_initialized", "_tether_initialised"}
+
+
 def _vit():
     return transformers.ViTModel(transformers.ViTConfig(hidden_size=48, num_hidden_layers=2, num_attention_heads=4))
 
@@ -71,14 +75,18 @@ def test_changes_after_the_constructor_stay():
 
 
 def test_a_model_on_a_real_device_is_left_to_transformers():
+    torch.manual_seed(3)
+    eager = _vit()
+    torch.manual_seed(3)
     with tt.on_meta(), torch.device("cpu"):
         model = _vit()
-    assert 0.015 < model.pooler.dense.weight.std() < 0.025
+    assert all(torch.equal(model.get_parameter(n), one) for n, one in eager.named_parameters())
 
 
 def test_init_weights_works_after_the_block():
     with tt.on_meta():
         model = _vit()
+    assert not any(vars(module).keys() & MARKS for module in model.modules())
     for tensor in model.to_empty(device="cpu").parameters():
         torch.nn.init.constant_(tensor, 5)
     model.init_weights()
@@ -200,8 +208,17 @@ def test_models_on_plain_meta_are_left_alone():
         _vit()
         with ThreadPoolExecutor() as pool:
             other = pool.submit(_on_plain_meta).result()
-    for model in (other, _on_plain_meta()):
-        assert not hasattr(model.pooler, "_is_hf_initialized")
+        assert not vars(other.pooler).keys() & MARKS
+    assert not vars(_on_plain_meta().pooler).keys() & MARKS
+
+
+def test_modules_with_tensors_on_meta_are_not_marked():
+    """As after ``tt.distributed.load``, which leaves recorded tensors to ``tt.materialize``."""
+    model = _on_plain_meta()
+    model.pooler.dense.to_empty(device="cpu")
+    materializing.tell_filled(model, ())
+    with_tensors = [m for m in model.modules() if [*m.parameters(recurse=False), *m.buffers(recurse=False)]]
+    assert [m for m in with_tensors if vars(m).keys() & MARKS] == [model.pooler.dense]
 
 
 def _on_plain_meta():
