@@ -232,6 +232,17 @@ def test_a_closed_checkpoint_says_so(tmp_path):
         tt.refit(nn.Linear(2, 3), checkpoint)
 
 
+@pytest.mark.parametrize("mmap", [True, False])
+def test_the_plan_of_a_closed_checkpoint_says_so(tmp_path, mmap):
+    tt.save(nn.Linear(2, 3), tmp_path)
+    model = nn.Linear(2, 3, device="meta")
+    plan = tt.plan_load(model, tmp_path, mmap=mmap)
+    plan.close()
+    with pytest.raises(tt.CheckpointError, match="(weight|bias): .*: the checkpoint is closed, open it again"):
+        plan.apply()
+    assert model.weight.is_meta
+
+
 def test_a_slice_of_an_alias_that_another_writer_noted(tmp_path):
     from safetensors.torch import save_model
 
