@@ -6,6 +6,7 @@
 
 namespace {
 
+constexpr int64_t MOST = 1024;  // rows of gradients at once: the sums of more do not stay in the cache
 constexpr int LIFTED = 128;  // added to rounded inputs: one of two bytes that are multiplied has no sign
 #include "blocks.h"
 #include "block_gradient.h"
@@ -22,5 +23,7 @@ void block_linear(const Layout& L, const Parts& P, const Kernels& kernels, const
 
 void block_gradient(const Layout& L, const Parts& P, const Kernels& kernels, const void* x, int64_t rows, int64_t stride,
                     void* out) {
-    gradient_of(L, P, kernels, (const uint16_t*)x, rows, stride, (uint16_t*)out);
+    for (int64_t m = 0; m < rows; m += MOST)
+        gradient_of(L, P, kernels, (const uint16_t*)x + m * stride, rows - m < MOST ? rows - m : MOST, stride,
+                    (uint16_t*)out + m * L.columns);
 }
