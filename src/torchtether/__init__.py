@@ -41,10 +41,8 @@ with _uncollected():  # one garbage collection over all objects of torch would t
     from .exchange.optimizer_state import check_optimizer
     from .exchange.scope import swapping
     from .geometry.views import View
+    from .integrations import imported as _imported
     from .integrations.adopting import adopt
-    from .integrations.imported import BUILDERS as _BUILDERS
-    from .integrations.imported import LIBRARIES as _LIBRARIES
-    from .integrations.imported import MARKERS as _MARKERS
     from .loading.plan import LoadPlan, load, plan_load
     from .loading.report import LoadReport
     from .pictures import StorageDiff, StorageMap, storage_map
@@ -87,9 +85,9 @@ with _uncollected():  # one garbage collection over all objects of torch would t
     from .weights.wrapper import rebuild_wrapper as rebuild_wrapper
 
 _warn_if_untested()
-_LISTENERS.update(_LIBRARIES)
-_INITIALISING.update(_BUILDERS)
-_FILLED.update(_MARKERS)
+_LISTENERS.update(_imported.LISTENERS)
+_INITIALISING.update(_imported.INITIALISING)
+_FILLED.update(_imported.FILLED)
 
 __all__ = [
     # checkpoints

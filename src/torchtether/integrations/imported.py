@@ -52,7 +52,7 @@ def _tell_peft(model: nn.Module, path: str) -> None:
         from . import peft  # noqa: F401 - its import patches PEFT
 
 
-LIBRARIES = {"peft": _tell_peft, _MODELING: _tell_transformers}
+LISTENERS = {"peft": _tell_peft, _MODELING: _tell_transformers}
 """Functions that prepare an imported library for the Weights of a module; see ``exchange.LISTENERS``."""
 
 
@@ -65,7 +65,7 @@ def _initialising_transformers() -> AbstractContextManager[None]:
     return initialising()
 
 
-BUILDERS = {_MODELING: _initialising_transformers}
+INITIALISING = {_MODELING: _initialising_transformers}
 """Contexts for imported libraries whose models skip their initialisation on ``meta``; see ``building.INITIALISING``."""
 
 
@@ -84,7 +84,7 @@ def _mark_for_transformers(model: nn.Module, left: Collection[str]) -> None:
                 vars(module)["_is_hf_initialized"] = True
 
 
-MARKERS = {_MODELING: _mark_for_transformers}
+FILLED = {_MODELING: _mark_for_transformers}
 """Functions that tell an imported library which modules have their values; see ``materializing.FILLED``."""
 
 
