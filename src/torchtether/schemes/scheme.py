@@ -44,6 +44,26 @@ class Part(NamedTuple):
     span: int
 
 
+def check_encoded(scheme: Scheme, made: Parts, layout: Mapping[str, tuple[Shape, torch.dtype | None]]) -> None:
+    """Raise SchemeError unless ``encode`` has made parts of the names, shapes and dtypes of ``layout``.
+
+    ``None`` stands for any dtype.
+    """
+    encoder = f"{type(scheme).__name__}.encode"
+    if made.keys() != layout.keys():
+        raise SchemeError(
+            f"{encoder} returns the parts {', '.join(made)}, layout has {', '.join(layout)}",
+            fix="The parts may depend on the shape only, not on the values: encode all that layout has.",
+        )
+    for name, (shape, dtype) in layout.items():
+        part, is_any = made[name], dtype is None
+        if tuple(part.shape) != shape or not (is_any or part.dtype is dtype):
+            kind = "" if is_any else f" in {dtype}"
+            raise SchemeError(
+                f"{encoder} returns {name} of shape {tuple(part.shape)} in {part.dtype}, layout has {shape}{kind}"
+            )
+
+
 class Scheme:
     """Encode values as parts, and decode them.
 
@@ -139,9 +159,7 @@ class Scheme:
         Raises SchemeError, before the first write, if ``encode`` returns other names or shapes.
         """
         made = self.encode(values)
-        shapes, expected = ({name: tuple(part.shape) for name, part in some.items()} for some in (made, parts))
-        if shapes != expected:
-            raise SchemeError(f"{type(self).__name__}.encode returns the parts {shapes}, layout has {expected}")
+        check_encoded(self, made, {name: (tuple(part.shape), None) for name, part in parts.items()})
         for name, part in made.items():
             parts[name].copy_(part)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -208,21 +208,6 @@ class WeightSpec:
             raise SchemeError(f"a weight record holds unknown activations {activations!r:.60}")
         scheme = scheme_from_json(record["scheme"])
         return WeightSpec(shape, stride, dtype_from_name(record["dtype"]), scheme, tie, activations)
-
-
-def check_encoded(parts: Mapping[str, Tensor], spec: WeightSpec) -> None:
-    """Raise SchemeError unless the scheme's ``encode`` has returned the parts that its ``layout`` has."""
-    layout, encoder = spec.scheme.layout(spec.shape), f"{type(spec.scheme).__name__}.encode"
-    if parts.keys() != layout.keys():
-        raise SchemeError(
-            f"{encoder} returns the parts {', '.join(parts)}, layout has {', '.join(layout)}",
-            fix="The parts may depend on the shape only, not on the values: encode all that layout has.",
-        )
-    for name, part in layout.items():
-        shape, dtype = tuple(parts[name].shape), parts[name].dtype
-        if (shape, dtype) != (tuple(part.shape), part.dtype or spec.dtype):
-            what = f"{encoder} returns {name} of shape {shape} in {dtype}"
-            raise SchemeError(f"{what}, layout has {tuple(part.shape)} in {part.dtype or spec.dtype}")
 
 
 def _numbers(value: Any, what: str) -> Shape:

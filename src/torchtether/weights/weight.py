@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .._checks import check_tensor, describe
 from ..errors import ArgumentError, SchemeError, UnsupportedOpError
-from ..schemes import Scheme, same_bits
+from ..schemes import Scheme, check_encoded, same_bits
 from ..torch_private.dispatching import OpOverload, is_composite, is_foreign_write, return_and_correct_aliasing
 from ..torch_private.observers import never_compiled
 from ..torch_private.tensors import any_requires_grad, as_plain, make_wrapper
@@ -23,7 +23,7 @@ from .graph_cache_key import digest_of_code
 from .inner import from_pickle, to_pickle
 from .products import decoding
 from .products.layout import PREFIX, Layout, layout_of
-from .spec import Tie, WeightSpec, check_encoded
+from .spec import Tie, WeightSpec
 from .wrapping import PRIVATE, reseat
 
 _PART = PREFIX  # parts are attributes, as torch.compile needs
@@ -135,7 +135,8 @@ class Weight(Exporting):
         if scheme.transparent:
             spec = spec.replace(stride=tuple(values.stride()))
         parts = scheme.encode(values)
-        check_encoded(parts, spec)
+        layout = scheme.layout(spec.shape).items()
+        check_encoded(scheme, parts, {name: (tuple(part.shape), part.dtype or values.dtype) for name, part in layout})
         return cls(parts, spec)
 
     # -- what it is -----------------------------------------------------------------------------------------------
