@@ -33,6 +33,7 @@ inline bool is_level(const char* name) {
 #define __AVX512DQ__ 1
 #define __AVX512VL__ 1
 #define __asm__(...)  // it would name registers that there are not
+#define target(...)   // of one function: the compiler would use its instructions
 
 namespace emulated {
 
@@ -125,6 +126,27 @@ inline __m512 looked_up(const __m512& a, const __m512i& index, const __m512& b) 
 inline __m512 from_halves(const __m256i& v) {
     __m256 both[] = {_mm256_cvtph_ps(_mm256_castsi256_si128(v)), _mm256_cvtph_ps(_mm256_extracti128_si256(v, 1))};
     return read<__m512>(both);
+}
+
+inline __m256i to_halves(const __m512& v, int) {  // to the nearest
+    const __m128i both[] = {_mm256_cvtps_ph(half<__m256>(v, 0), 0), _mm256_cvtps_ph(half<__m256>(v, 1), 0)};
+    return read<__m256i>(both);
+}
+
+inline __m512i bytes_at(const __m512i& index, const __m512i& a) {
+    const Lanes<uint8_t> from(a);
+    return each<uint8_t, __m512i>([&](uint8_t i) { return from.of[i & 63]; }, index);
+}
+
+inline __m512i bits_at(const __m512i& first, const __m512i& a) {  // 8 from each byte of `first` on, of the 64 around it
+    const Lanes<uint64_t> from(a);
+    Lanes<uint8_t> made(first);
+    for (int i = 0; i < 64; i++) {
+        const uint64_t lane = from.of[i / 8];
+        const int by = made.of[i] & 63;
+        made.of[i] = lane >> by | (by ? lane << (64 - by) : 0);
+    }
+    return made;
 }
 
 inline uint32_t largest(const __m512i& v) {
@@ -248,6 +270,8 @@ SHIFT(srai_epi32, int32_t, a >> (n > 31 ? 31 : n))
 #define _mm512_cvtps_epi32(x) emulated::each<int32_t, __m512i>([](int32_t a) { return _mm_cvtss_si32(_mm_castsi128_ps(_mm_cvtsi32_si128(a))); }, x)
 #undef _mm512_cvtph_ps
 #define _mm512_cvtph_ps emulated::from_halves
+#undef _mm512_cvtps_ph
+#define _mm512_cvtps_ph emulated::to_halves
 #define _mm512_cvtneps_pbh emulated::to_bfloat16
 
 #define _mm512_castps128_ps512(x) emulated::read_some<float, __m512>(15, &(const __m128&)(x))
@@ -266,6 +290,7 @@ SHIFT(srai_epi32, int32_t, a >> (n > 31 ? 31 : n))
 #define _mm512_maskz_loadu_epi8 emulated::read_some<int8_t, __m512i>
 #define _mm512_maskz_loadu_epi16 emulated::read_some<int16_t, __m512i>
 #define _mm512_maskz_loadu_epi32 emulated::read_some<int32_t, __m512i>
+#define _mm_maskz_loadu_epi8 emulated::read_some<int8_t, __m128i>
 #define _mm256_maskz_loadu_epi8 emulated::read_some<int8_t, __m256i>
 #define _mm256_maskz_loadu_epi16 emulated::read_some<int16_t, __m256i>
 #define _mm256_mask_storeu_epi16 emulated::write_some<int16_t, __m256i>
@@ -273,6 +298,7 @@ SHIFT(srai_epi32, int32_t, a >> (n > 31 ? 31 : n))
 #define _mm512_mask_blend_ps emulated::chosen<float, __m512>
 #define _mm512_mask_mov_epi32(a, some, b) emulated::chosen<int32_t, __m512i>(some, a, b)
 #define _mm512_mask_set1_epi8(a, some, x) emulated::chosen<int8_t, __m512i>(some, a, _mm512_set1_epi8(x))
+#define _mm512_maskz_mov_ps(some, a) emulated::chosen<float, __m512>(some, _mm512_setzero_ps(), a)
 #define _mm512_maskz_mul_ps(some, a, b) emulated::chosen<float, __m512>(some, _mm512_setzero_ps(), _mm512_mul_ps(a, b))
 #undef _mm512_cmp_ps_mask
 #define _mm512_cmp_ps_mask(a, b, unordered) emulated::found<float>([](float x, float y) { return x != x || y != y; }, a, b)
@@ -299,6 +325,8 @@ SHIFT(srai_epi32, int32_t, a >> (n > 31 ? 31 : n))
 #undef _mm512_shuffle_i32x4
 #define _mm512_shuffle_i32x4 emulated::shuffled
 #define _mm512_permutex2var_ps emulated::looked_up
+#define _mm512_permutexvar_epi8 emulated::bytes_at
+#define _mm512_multishift_epi64_epi8 emulated::bits_at
 #define _mm512_permutexvar_ps(index, a) emulated::looked_up(a, _mm512_and_si512(index, _mm512_set1_epi32(15)), a)
 
 #undef _tile_loadconfig

@@ -224,13 +224,15 @@ void levels_linear(const Layout& given, const Parts& P, const LevelInputs& in, i
     const bool is_lifted = flips || L.family == BIASED_FIRST || L.zero >= 0 || L.offset != 0;
     const bool adds_low = in.adds_low, is_shifted = !in.adds_after && (has_after(L) || (is_lifted && !adds_low));
     const bool adds = is_shifted || (in.adds_after && has_after(L));  // else 0 stays there
-    const int64_t tile = rows > 4 || L.rows >= 256 ? TILE : in.together, tiles = (L.rows + tile - 1) / tile;  // rows of codes in the cache
+    const int64_t bytes = is_there ? 0 : StreamRow::bytes(L);
+    int64_t tile = rows > 4 || L.rows >= 256 ? TILE : in.together;  // rows of codes in the cache, for few inputs in the nearest
+    while (rows <= 4 && tile > in.together && tile * bytes > 16384) tile /= 2;
+    const int64_t tiles = (L.rows + tile - 1) / tile;
     const bool is_piece = L.height == 1 && (L.family != SUPER_BLOCKS || L.groups % L.nested == 0);
     const int64_t at_once = is_piece ? tile : 1;  // rows whose numbers lie in one piece
     const bool is_spread = in.each > 1, are_filled = is_piece && step == 1 && !is_lifted && !is_spread;  // as rows need them
     const int64_t wide = is_spread ? in.wide : L.groups;  // numbers of a row
     const int64_t length = tile * L.groups + LANES, spread_length = is_spread ? tile * wide : 0, scratch_size = in.scratch;
-    const int64_t bytes = is_there ? 0 : StreamRow::bytes(L);
     Layout all_rows = L;
     all_rows.groups *= at_once;
     const int64_t size = RowParts::size(all_rows) + scratch_size + 3 * (length + spread_length) + tile * bytes / 4;

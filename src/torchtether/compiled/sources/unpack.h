@@ -37,11 +37,44 @@ template <int B, bool T> inline __m256i looked_up(const __m256i* tables, __m256i
 }
 #endif
 
+#if WIDE_ROWS
+// Whether the processor has AVX-512 VBMI: those before Ice Lake have not.
+const bool HAS_VBMI = __builtin_cpu_supports("avx512vbmi");
+
+struct Lanes {  // of 8 bytes, with 8 codes each: the bytes that hold them, and how many bits are below each
+    alignas(64) uint8_t bytes[64], shifts[64];
+};
+
+constexpr Lanes lanes_of(int bits) {
+    Lanes made = {};
+    for (int i = 0; i < 64; i++) made.bytes[i] = i / 8 * bits + i % 8 % bits, made.shifts[i] = i % 8 * bits;
+    return made;
+}
+
+// As `unpack_codes`.
+template <int B, bool T> __attribute__((target("avx512vbmi"))) void unpack_lanes(const uint8_t* p, const uint8_t* end,
+                                                                               int64_t count, const uint8_t* meant, uint8_t* to) {
+    static constexpr Lanes lanes = lanes_of(B);
+    const __m512i places = line(lanes.bytes), shifts = line(lanes.shifts), mask = _mm512_set1_epi8((char)((1 << B) - 1));
+    const __m512i table = T ? line(meant) : mask;
+#pragma GCC unroll 2
+    for (int64_t done = 0; done < count; done += 64, p += 8 * B) {
+        _mm_prefetch((const char*)p + 4096, _MM_HINT_T1);
+        const __m512i read = end - p >= 64 ? line(p) : _mm512_maskz_loadu_epi8((1ull << (end - p)) - 1, p);
+        const __m512i codes = _mm512_and_si512(_mm512_multishift_epi64_epi8(shifts, _mm512_permutexvar_epi8(places, read)), mask);
+        _mm512_storeu_si512(to + done, T ? _mm512_permutexvar_epi8(codes, table) : codes);
+    }
+}
+#endif
+
 // Unpacks the first `count` codes from `p`, reading nothing from `end` on; if T, maps each by the 64 bytes `meant`. Writes
 // up to 63 bytes beyond the last code.
 template <int B, bool T> void unpack_codes(const uint8_t* p, const uint8_t* end, int64_t count, const uint8_t* meant,
                                            uint8_t* to) {
     int64_t done = 0;
+#if WIDE_ROWS
+    if (HAS_VBMI) return unpack_lanes<B, T>(p, end, count, meant, to);
+#endif
 #if defined(__AVX2__)
     __m256i tables[4];
     for (int j = 0; T && j < 4; j++) tables[j] = _mm256_broadcastsi128_si256(load<__m128i>(meant + 16 * j));
