@@ -155,12 +155,12 @@ SINGLES["quick"] = SINGLES["full"]
 
 
 def singles(size):
-    """One row of float32, also with layers that are small."""
+    """One row of float32, also with layers that are small; large ones with every scheme that a format can load."""
     kinds = {name: getattr(tt, name)() for name in SCHEMES} | {name: GGUF[name] for name in ("Q8_0", "Q4_1")}
     for rows, columns in SINGLES[size]:
         x, dense = torch.randn(1, columns), "dense float32"
         contenders, bars = {dense: applied(random_values(rows, columns).float(), x)}, []
-        for name, scheme in kinds.items():
+        for name, scheme in (kinds | LOADED if columns == 4096 else kinds).items():
             contenders[f"ours {name}"] = applied(repeated_weight(rows, columns, scheme, torch.float32), x)
             bars.append((f"float32, 1 row: {name} against dense", f"ours {name}", (dense,), 0.6))
         yield f"{rows}x{columns}, 1 row of float32", contenders, bars

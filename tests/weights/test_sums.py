@@ -29,6 +29,9 @@ SCHEMES = {
     "tables": SuperBlocks(4, 32, 32, 0, table=IQ4),
     "biased": Biased(4, (1, 64), torch.bfloat16),
     "biased, in 16 bits": Biased(4, (1, 64), torch.bfloat16, torch.bfloat16, bias_first=True),
+    "7 bits, biased, in 16 bits": Biased(7, (4, 32), torch.bfloat16, torch.bfloat16),
+    "8 bits, biased, in 16 bits": Biased(8, (1, 128), torch.float16, torch.float16, bias_first=True),
+    "2 bits, biased in float32": Biased(2, (1, 16), torch.float32),
     "nvfp4": tt.nvfp4(),
     "mxfp6": tt.ScaledFloat("e2m3", (1, 32), torch.float8_e8m0fnu),
     "a table of 200": tt.Codebook(tuple(torch.linspace(-1, 1, 200).tolist()), block_size=64),
@@ -107,7 +110,7 @@ def test_thousands_of_rows(scheme, activations):
     assert (off <= allowed(weight, x, bias, has_fast_halves(torch.bfloat16))).all()
 
 
-@pytest.mark.parametrize("bits", [3, 4, 5, 6])
+@pytest.mark.parametrize("bits", [3, 4, 5, 6, 8])
 @pytest.mark.parametrize("columns", [256, 608])
 def test_float32_products_lose_nothing_where_values_are_nearly_0(bits, columns):
     """Biases all but cancel codes: sums of each alone would be a thousand times what is left of them."""
@@ -121,6 +124,23 @@ def test_float32_products_lose_nothing_where_values_are_nearly_0(bits, columns):
     assert values.abs().max() < 2.0**-6 * ((1 << bits) - 1) * parts["scale"].float().abs().max()
     off = (F.linear(x, weight).double() - F.linear(x.double(), values)).abs()
     assert (off <= 2.0**-19 * F.linear(x.double().abs(), values.abs()) + 2.0**-40).all()
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_codes_after_the_end_of_a_row_do_not_count(bits):
+    """Kernels read them with the last ones of the row, whose scale they could take beyond float16."""
+    scheme = Biased(bits, (1, 128), torch.float16, torch.float16)
+    weight = tt.Weight.encode(rand(40, 100), scheme).to(torch.float32)
+    parts, highest = weight.parts, (1 << bits) - 1
+    parts["scale"].fill_(40000 / highest), parts["bias"].fill_(0)  # fits; with the scale of the other rows it does not
+    parts["scale"][::2] = 60000
+    parts["qdata"].fill_(0xFF)
+    parts["qdata"][::2] = 0
+    x = rand(3, 100)
+    expected = F.linear(x.double(), weight.dequantize().double())
+    assert expected.isfinite().all()
+    assert not expected[:, ::2].any()
+    torch.testing.assert_close(F.linear(x, weight).double(), expected, rtol=1e-4, atol=1)
 
 
 @pytest.mark.parametrize("columns", [608, 576, 488])

@@ -315,7 +315,12 @@ template <int C, int T> void spans_linear(const Layout& L, const Parts& P, const
 
 void stream_linear(const Layout& L, const Parts& P, const void* x, int64_t rows, int64_t stride, int dtype, const void* bias,
                    void* out) {
-    if (!has_levels(L, dtype)) return decoded_linear(L, P, x, rows, stride, dtype, bias, out);
+    if (!has_levels(L, dtype)) {
+#if FAST_ROWS
+        if (rows <= 4 && has_steps(L)) return stepped_linear(L, P, x, rows, stride, dtype, bias, out);
+#endif
+        return decoded_linear(L, P, x, rows, stride, dtype, bias, out);
+    }
 #if FAST_ROWS
     if (is_fixed(L, dtype) && is_nibbled(L)) {
         if (L.activations) return spans_linear<INT4, BYTES>(L, P, x, rows, stride, dtype, bias, out);

@@ -4,11 +4,6 @@
 //
 // stream.cpp includes this in its own namespace.
 
-template <int A> inline F rounded_to(F x) {  // of numbers, and of NaN without payload
-    if (A == BFLOAT16) return (F)(bfloat16_bits(x) << 16);
-    return A == FLOAT16 ? from_half(to_half(x)) : x;
-}
-
 inline F without_payload(F v) { return v == v ? v : all(NAN); }  // a payload could overflow where numbers are rounded
 
 template <int A, int D> void copy_rounded(const void* from, int64_t at, int64_t count, float* to) {

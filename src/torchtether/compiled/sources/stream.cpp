@@ -7,6 +7,7 @@ namespace {
 #include "unpack.h"
 #include "row_parts.h"
 #include "stream.h"
+#include "steps.h"
 #include "levels.h"
 #include "ordered.h"
 

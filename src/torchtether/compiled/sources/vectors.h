@@ -202,6 +202,12 @@ inline I bfloat16_bits(F x) {
     return ((bits + 0x7fff + ((bits >> 16) & 1)) >> 16) & 0xffff;
 }
 
+template <int A> inline F rounded_to(F x) {  // of numbers, and of NaN without payload
+    const I bits = (I)x;
+    if (A == BFLOAT16) return (F)((bits + 0x7fff + ((bits >> 16) & 1)) & (int32_t)0xffff0000);
+    return A == FLOAT16 ? from_half(to_half(x)) : x;
+}
+
 template <int D> inline void put_two(F x, F y, void* out, int64_t at) {
     if (D == FLOAT32) {
         memcpy((float*)out + at, &x, sizeof x);
