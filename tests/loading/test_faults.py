@@ -1,5 +1,6 @@
 """All faults of a load are found before any change, and reported together."""
 
+import ast
 import contextlib
 import gc
 import pickle
@@ -109,6 +110,25 @@ def test_all_faults_are_said_at_once(tmp_path):
         plan.apply()
     assert all(fault in str(caught.value) for fault in plan.faults)
     assert all(fault in str(plan) for fault in plan.faults)
+
+
+@pytest.mark.parametrize("surplus", ["", "module.", "_orig_mod.module."])
+@pytest.mark.parametrize("lacking", ["", "model.", "a.b."])
+def test_a_prefix_that_only_one_side_has_is_named_with_the_rule_for_it(tmp_path, surplus, lacking):
+    tt.save({surplus + name: tensor for name, tensor in state().items()}, tmp_path / "x")
+    model = build(Tied)
+    for word in lacking.split(".")[-2::-1]:
+        model = nn.ModuleDict({word: model})
+    with contextlib.closing(tt.plan_load(model, tmp_path / "x")) as plan:
+        found = [fault for fault in plan.faults if "lack this prefix" in fault]
+    assert len(found) == (bool(surplus) != bool(lacking))
+    for fault in found:
+        assert fault.startswith(f"{surplus or lacking}*: the names of the {'model' if surplus else 'checkpoint'} lack")
+        tt.load(model, tmp_path / "x", rename=ast.literal_eval(fault.partition("rename=")[2]))
+    one = {f"more.{name}": tensor for name, tensor in state().items() if name == "mid.bias"}
+    tt.save({**state(drop=["mid.bias"]), **one}, tmp_path / "y")
+    with contextlib.closing(tt.plan_load(build(Tied), tmp_path / "y")) as plan:
+        assert not any("lack this prefix" in fault for fault in plan.faults)
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])

@@ -5,7 +5,8 @@ For tensors that no file stores, the model's library may compute the values.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Iterable, Iterator, Sequence
 
 from torch import nn
 
@@ -137,8 +138,11 @@ def check_leftovers(draft: Draft, model: nn.Module) -> None:
         broken += [*made.lacks] if strict else []
     draft.faults += dict.fromkeys(broken)
     if strict:
+        before, strange = len(draft.faults), [name for name in left if name not in known]
         _refuse_missing(draft)
-        _refuse_unexpected(draft, [name for name in left if name not in known], known)
+        _refuse_unexpected(draft, strange, known)
+        if strange and known.isdisjoint(given.listed) and all(map(given.is_as_it_is, strange)):
+            draft.faults[before:before] = _describe_prefix(strange, known)
 
 
 def _extra_states(model: nn.Module) -> Iterator[str]:
@@ -170,6 +174,22 @@ def _refuse_unexpected(draft: Draft, surplus: Iterable[str], known: set[str]) ->
         what = "it" if draft.given.is_as_it_is(name) else f"{name}, to which the rules of rename= change it"
         near = _near(name, known) if i < _GUESSES else ""
         draft.add_fault(describe_some(draft.given.keys_of(name), KEYS_SHOWN), f"the model does not have {what}{near}")
+
+
+def _describe_prefix(strange: Sequence[str], known: set[str]) -> Iterator[str]:
+    """Yield a fault if all names of a checkpoint, ``strange``, are ``known`` with one more prefix, or without one."""
+    first = strange[0]
+    for end in (i + 1 for i, letter in enumerate(first) if letter == "."):
+        prefix = first[:end]
+        if all(name.startswith(prefix) and name[end:] in known for name in strange):
+            rule = (f"^{re.escape(prefix)}", "")
+            yield f"{prefix}*: the names of the model lack this prefix. Load with rename=[{rule!r}]"
+            return
+    for prefix in (name.removesuffix(first) for name in sorted(known, key=len) if name.endswith(f".{first}")):
+        if all(prefix + name in known for name in strange):
+            rule = ("^", prefix)
+            yield f"{prefix}*: the names of the checkpoint lack this prefix. Load with rename=[{rule!r}]"
+            return
 
 
 def _near(name: str, names: Iterable[str]) -> str:
