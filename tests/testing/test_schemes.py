@@ -262,18 +262,20 @@ class _Differs(Whole):
     """One of its parts is not as ``layout`` has it."""
 
     kind: ClassVar[str] = "test-differs"
-    shape: bool = False
+    way: str = "dtype"
 
     def encode(self, values):
         made = super().encode(values)
-        return {**made, "scale": made["scale"][:, 0] if self.shape else made["scale"].double()}
+        scale = made["scale"]
+        return {**made, "scale": {"dtype": scale.double(), "shape": scale[:, 0], "type": 0.5}[self.way]}
 
 
 @pytest.mark.parametrize(
     ("scheme", "what"),
     [
         (_Differs(), r"scale of shape \(2, 1\) in torch.float64, layout has \(2, 1\) in torch.float32"),
-        (_Differs(shape=True), r"scale of shape \(2,\) in torch.float32, layout has \(2, 1\) in torch.float32"),
+        (_Differs(way="type"), "scale as float, not as a tensor"),
+        (_Differs(way="shape"), r"scale of shape \(2,\) in torch.float32, layout has \(2, 1\) in torch.float32"),
     ],
 )
 def test_parts_of_another_shape_or_dtype_are_refused(scheme, what):
@@ -295,7 +297,7 @@ class _Lacks(Whole):
         return {"codes": super().encode(values)["codes"]}
 
 
-@pytest.mark.parametrize("scheme", [_Lacks(), _Differs(shape=True)], ids=["lacks", "differs"])
+@pytest.mark.parametrize("scheme", [_Lacks(), _Differs(way="shape")], ids=["lacks", "differs"])
 def test_a_load_onto_meta_refuses_other_parts(scheme, tmp_path):
     """It encodes into memory of its own, which would keep what was there before."""
     tt.save(torch.nn.Linear(4, 2), tmp_path)

@@ -57,6 +57,8 @@ def check_encoded(scheme: Scheme, made: Parts, layout: Mapping[str, tuple[Shape,
         )
     for name, (shape, dtype) in layout.items():
         part, is_any = made[name], dtype is None
+        if not isinstance(part, Tensor):
+            raise SchemeError(f"{encoder} returns {name} as {type(part).__name__}, not as a tensor")
         if tuple(part.shape) != shape or not (is_any or part.dtype is dtype):
             kind = "" if is_any else f" in {dtype}"
             raise SchemeError(
