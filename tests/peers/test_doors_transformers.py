@@ -253,6 +253,22 @@ def test_a_variant_beside_another_checkpoint_is_read(tmp_path, shard):
     assert torch.equal(logits_of(auto.from_pretrained(tmp_path)), plain)
 
 
+@pytest.mark.parametrize("scheme", ["int8", "nf4"])
+def test_weights_of_a_given_state_dict_are_quantized_once(scheme):
+    """What has the wanted scheme keeps its codes, and what has another one is encoded again, as by ``tt.quantize``."""
+    from torchtether.integrations.transformers import TetherConfig
+
+    made = tt.quantize(built(CONFIGS["tied"]()), "int8")
+    state, config = made.state_dict(), TetherConfig(scheme)
+    model = type(made).from_pretrained(None, config=CONFIGS["tied"](), state_dict=state, quantization_config=config)
+    wanted = weights_of(tt.quantize(made, scheme))
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert wanted.keys() == weights_of(model).keys()
+    for name, weight in weights_of(model).items():
+        assert weight.scheme == wanted[name].scheme
+        assert all(torch.equal(part, wanted[name].parts[key]) for key, part in weight.parts.items())
+
+
 def _cut(tensors, key):
     tensors[key] = tensors[key][:5].clone()
 

@@ -126,7 +126,8 @@ class _Encode(ConversionOps):  # type: ignore[misc]
             values = value[0] if isinstance(value, list) else value
             scheme = self.hf_quantizer.chosen.pop(name, None)
             if scheme is not None and values.shape == model.get_parameter(name).shape:
-                values = _frozen(Weight.encode(values, scheme))
+                is_encoded = isinstance(values, Weight) and values.scheme == scheme  # a state dict may hold Weights
+                values = _frozen(values if is_encoded else Weight.encode(values, scheme))
             made[name] = values
             if missing_keys is not None:
                 missing_keys.discard(name)
