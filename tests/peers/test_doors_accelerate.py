@@ -78,6 +78,33 @@ def test_cpu_offload_gives_the_same_output_and_never_takes_one_weight_for_anothe
     assert same(values(model), held)
 
 
+CHANGES = {
+    "load": lambda model, path: tt.load(model, path),
+    "convert": lambda model, path: tt.convert(model, dtype=torch.bfloat16),
+    "quantize": lambda model, path: tt.quantize(model, "int8"),
+    "materialize": lambda model, path: tt.materialize(model),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("is_appended", [False, True])
+@pytest.mark.parametrize("verb", CHANGES)
+def test_an_offloaded_model_is_refused_because_its_hooks_keep_the_old_values(verb, is_appended, tmp_path):
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    tt.save(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), tmp_path)
+    inputs = torch.ones(1, 8)
+    expected = model(inputs)
+    accelerate.cpu_offload(model, execution_device=CPU)
+    if is_appended:
+        for layer in model:
+            accelerate.hooks.add_hook_to_module(layer, accelerate.hooks.ModelHook(), append=True)
+    with pytest.raises(tt.ConversionError, match=rf"cannot {verb} under accelerate's offloading: .* old values"):
+        CHANGES[verb](model, tmp_path)
+    assert torch.equal(model(inputs), expected)
+    accelerate.hooks.remove_hook_from_submodules(model)
+    CHANGES[verb](model, tmp_path)
+
+
 @torch.no_grad()
 @quantized
 def test_offloading_to_the_disk_reads_what_we_wrote(scheme, tmp_path):

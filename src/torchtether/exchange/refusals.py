@@ -28,7 +28,7 @@ _DESCRIBED = 8
 
 
 def check_place(modules: Iterable[nn.Module], verb: str) -> None:
-    """Raise ConversionError if the surroundings forbid an exchange: inference mode, or a distributed wrapper."""
+    """Raise ConversionError if the surroundings forbid an exchange: inference mode, a wrapper, or offloading."""
     if torch.is_inference_mode_enabled():
         raise ConversionError(
             f"cannot {verb} inside torch.inference_mode: the parameters could not be trained afterwards",
@@ -37,6 +37,12 @@ def check_place(modules: Iterable[nn.Module], verb: str) -> None:
     if is_parametrization_cached():
         raise ConversionError(
             f"cannot {verb} inside parametrize.cached(), whose cache holds old values", fix="Leave the block first."
+        )
+    modules = list(modules)
+    if any(map(_is_offloaded, modules)):
+        raise ConversionError(
+            f"cannot {verb} under accelerate's offloading: every forward would take the old values again",
+            fix=f"Call accelerate.hooks.remove_hook_from_submodules(model), {verb}, then offload again.",
         )
     for module in [module for module in modules if is_distributed(type(module))]:  # type: ignore[arg-type]
         if isinstance(module, nn.parallel.DistributedDataParallel):
@@ -55,6 +61,12 @@ def check_place(modules: Iterable[nn.Module], verb: str) -> None:
                 f"cannot {verb} a fully_shard module (FSDP2) after its first forward: it has buffers of the old dtype",
                 fix=f"Call {verb} before the first forward.",
             )
+
+
+def _is_offloaded(module: nn.Module) -> bool:
+    """Return whether a hook of accelerate keeps the values of ``module``, and puts them back before each forward."""
+    hook = vars(module).get("_hf_hook")
+    return any(getattr(one, "offload", False) is True for one in getattr(hook, "hooks", (hook,)))
 
 
 @lru_cache(maxsize=1024)
