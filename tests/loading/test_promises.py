@@ -342,6 +342,44 @@ def test_a_plan_for_a_model_that_changed_is_refused(saved):
     plan.close()
 
 
+SINCE = {
+    "quantized": lambda model: tt.quantize(model, {"mid.weight": "int8"}),
+    "converted": lambda model: tt.convert(model, dtype=torch.bfloat16),
+    "dequantized": tt.dequantize,
+}
+
+
+@pytest.mark.parametrize("meta", [False, True])
+@pytest.mark.parametrize("since", SINCE)
+def test_a_plan_for_tensors_of_another_kind_is_refused(saved, since, meta):
+    """The Parameters are the same objects, but the plan would undo the change, or be in between."""
+    _, folder = saved
+    model = build(Tied, meta=meta)
+    if since == "dequantized":
+        tt.quantize(model, {"mid.weight": "int8"})
+    plan = tt.plan_load(model, folder)
+    SINCE[since](model)
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(tt.LoadError, match=r"weight: the model holds it in another dtype or scheme.*Plan again"):
+        plan.apply()
+    plan.close()
+    for name, tensor in model.state_dict().items():
+        assert (tensor.is_meta, tensor.dtype, type(tensor)) == (meta, before[name].dtype, type(before[name]))
+        assert meta or torch.equal(tensor, before[name])
+
+
+def test_what_a_plan_has_loaded_may_change_before_the_rest_is_loaded(saved):
+    _, folder = saved
+    model = build(Tied, meta=True)
+    plan = tt.plan_load(model, folder)
+    plan.apply(only="mid.*")
+    tt.quantize(model, {"mid.weight": "int8"})
+    plan.apply()
+    plan.close()
+    assert isinstance(model.mid.weight, tt.Weight)
+    assert not model.emb.weight.is_meta
+
+
 # -- ties that disagree -----------------------------------------------------------------------------------------------
 
 

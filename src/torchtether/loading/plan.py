@@ -20,6 +20,7 @@ from ..exchange.optimizer_state import Optimizers, check_belongs, optimizers_of
 from ..pictures.drawing import describe_bytes
 from ..progress import Meter, Progress, ticking
 from ..renaming.steps import Rename
+from ..schemes import Scheme
 from ..ties.edit import tie, untie
 from ..ties.names import named_tensors
 from ..weights.weight import Weight
@@ -72,6 +73,7 @@ class LoadPlan:
         self.unexpected_keys: tuple[str, ...] = tuple(found.unexpected)
         self.bytes: int = sum(step.nbytes_read for step in self.steps)
         self._draft = found
+        self._forms = {id(member.tensor): _form(member.tensor) for s in self.steps for member in s.component.members}
 
     @property
     def left(self) -> tuple[str, ...]:
@@ -130,7 +132,7 @@ class LoadPlan:
             self._take_file_ties(wanted)
             tensors = named_tensors(self.model)
         steps = list(self.steps) if only is None and not self._done else self._left_of(wanted)
-        _check_unchanged(tensors, steps)
+        self._check_unchanged(tensors, steps)
         nbytes = sum(step.nbytes_read for step in steps)
         with Meter() as meter, ticking(progress, nbytes, "load") as tick, uncollected():
             given, is_mapped = self._draft.given, {id(step) for step in steps if self._is_mapped(step)}
@@ -189,7 +191,7 @@ class LoadPlan:
         if not here and not pairs:
             return
         is_all = (len(here), len(pairs)) == (len(self._draft.untie), len(self._draft.tie))
-        _check_unchanged(named_tensors(self.model), self.steps)
+        self._check_unchanged(named_tensors(self.model), self.steps)
         for name in here:
             untie(self.model, name)
         for owner, alias in pairs:
@@ -198,6 +200,19 @@ class LoadPlan:
             self._options = replace(self._options, ties="match")
         self._take(match(self.model, self.checkpoint, self._options))
         self.check()
+
+    def _check_unchanged(self, now: Mapping[str, Tensor], steps: Sequence[Step]) -> None:
+        """Raise LoadError unless the model's tensors are those of ``steps``, in the dtype and scheme of that time."""
+        for step in steps:
+            is_done = self._done.issuperset(step.component.names)
+            for member in step.component.members:
+                tensor, name = member.tensor, member.names[0]
+                if any(now.get(one) is not tensor for one in member.names):
+                    what = "the model has another tensor of this name than when the load was planned"
+                    raise LoadError(what, name=name, fix="Plan again.")
+                if not is_done and _form(tensor) != self._forms[id(tensor)]:
+                    what = "the model holds it in another dtype or scheme than when the load was planned"
+                    raise LoadError(what, name=name, fix="Plan again.")
 
     def _is_mapped(self, step: Step) -> bool:
         """Return whether ``step`` maps its file instead of reading it."""
@@ -373,12 +388,5 @@ def load(
             del plan
 
 
-def _check_unchanged(now: Mapping[str, Tensor], steps: Sequence[Step]) -> None:
-    """Raise LoadError unless the model's tensors are those of ``steps``."""
-    for step in steps:
-        for member in step.component.members:
-            tensor = member.tensor
-            for name in member.names:
-                if now.get(name) is not tensor:
-                    what = "the model has another tensor of this name than when the load was planned"
-                    raise LoadError(what, name=member.names[0], fix="Plan again.")
+def _form(tensor: Tensor) -> tuple[torch.dtype, Scheme | None]:
+    return tensor.dtype, tensor.scheme if isinstance(tensor, Weight) else None
