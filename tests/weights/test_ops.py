@@ -536,6 +536,10 @@ def _batch_of_gradients(m, x):
     )
 
 
+def _batched_gradients(m, x, batch):
+    return torch.autograd.grad(m(x), x, batch, is_grads_batched=True)[0]
+
+
 _BATCHES = {
     "dim 1": lambda m, w, x: torch.vmap(m, in_dims=1)(x.transpose(0, 1)),
     "transposed": lambda m, w, x: torch.vmap(m)(x.transpose(0, 1)),
@@ -543,6 +547,13 @@ _BATCHES = {
     "nested": lambda m, w, x: torch.vmap(torch.vmap(m), in_dims=1)(x),
     "gradient of a sum": lambda m, w, x: torch.vmap(torch.func.grad(lambda y: m(y).sum()))(x),
     "graph from outside": lambda m, w, x: _batch_of_gradients(m, x[0].clone().requires_grad_()),
+    "gradients repeated": lambda m, w, x: _batched_gradients(
+        m, x[0].requires_grad_(), torch.eye(16)[:, None].expand(16, 4, 16)
+    ),
+    "gradients with gaps": lambda m, w, x: _batched_gradients(m, x[0].requires_grad_(), torch.ones(6, 4, 16)[::2]),
+    "gradients, last dimension": lambda m, w, x: _batched_gradients(
+        m, x[0].requires_grad_(), torch.ones(4, 16, 3).permute(2, 0, 1)
+    ),
     "jvp": lambda m, w, x: torch.vmap(lambda y: torch.func.jvp(m, (y,), (y,))[1], in_dims=1)(x),
     "hessian": lambda m, w, x: torch.func.hessian(lambda y: m(y).tanh().sum())(x[0]),
     "weight second": lambda m, w, x: torch.vmap(lambda y: y @ w.t(), in_dims=1)(x),

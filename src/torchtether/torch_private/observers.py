@@ -54,6 +54,17 @@ def is_transforming() -> bool:
     return _level() is not None
 
 
+_OLD_BATCH = torch._C._parse_dispatch_key("Batched")
+
+
+def hides_batch(tensor: torch.Tensor) -> bool:
+    """Return whether ``tensor`` may hide a batch: of ``torch.func``, or of gradients by ``is_grads_batched=True``.
+
+    The latter is an older class of batches, which has no level; its dispatch key is the only sign of it.
+    """
+    return _level() is not None or (_OLD_BATCH is not None and torch._C._dispatch_keys(tensor).has(_OLD_BATCH))
+
+
 def is_autocasting(device: torch.device) -> bool:
     """Return whether autocast casts arguments on ``device``; torch raises an error for types that have none (meta)."""
     return _is_autocasting() and torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)

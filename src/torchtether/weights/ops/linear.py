@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...geometry.blocks import STOCK
-from ...torch_private.observers import is_autocasting, is_observed, is_tracing, is_transforming
+from ...torch_private.observers import hides_batch, is_autocasting, is_observed, is_tracing, is_transforming
 from ...torch_private.tensors import as_plain
 from ..dispatch import FOLDS, PRODUCTS, SHORTCUTS, rule
 from ..products import cpu, rounding
@@ -95,7 +95,7 @@ class _FrozenLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, Tensor | None]:  # type: ignore[override]
         (weight,) = ctx.saved_tensors
-        grad = _packed(grad) if is_transforming() else grad  # a batch of gradients
+        grad = _packed(grad) if hides_batch(grad) else grad
         of_input = torch.mm(grad, weight) if ctx.needs_input_grad[0] else None
         return of_input, None, grad.sum(0) if ctx.needs_input_grad[2] else None
 
