@@ -322,7 +322,9 @@ SAMPLES: dict[str, Sample] = {
     "native_dropout": _call(W, 0.0, True),
     "bernoulli": _call(lambda w: w.zero_()),
     "multinomial": _call(lambda w: w.abs_(), 1),
-    "_embedding_bag": _call(W, _flat_index, torch.tensor([0])),
+    "_embedding_bag": _call(
+        *(W, _flat_index, torch.tensor([0]), False, 0, False, lambda w: rand(3).requires_grad_(w.requires_grad))
+    ),
     "_embedding_bag_forward_only": _call(W, _flat_index, torch.tensor([0])),
     "polygamma": _call(W, 1),
     # writes

@@ -523,6 +523,22 @@ def test_every_rule_for_autograd_alone_is_reached():
     assert set(BACKWARDS) <= _Seen.ops, set(BACKWARDS) - _Seen.ops
 
 
+@few_schemes
+@pytest.mark.parametrize("trainable", [False, True])
+def test_the_factors_of_a_bag_have_their_gradient(row, trainable):
+    factors, grads = rand(3), []
+    held = _weight(row.scheme)
+    for weight in (held, held.dequantize()):
+        given = factors.clone().requires_grad_()
+        table = torch.nn.Parameter(weight, requires_grad=trainable)
+        offsets = torch.tensor([0, 2])
+        torch.nn.functional.embedding_bag(
+            torch.tensor([3, 0, 3]), table, offsets, mode="sum", per_sample_weights=given
+        ).square().sum().backward()
+        grads.append(given.grad)
+    torch.testing.assert_close(*grads)
+
+
 def test_the_gradient_of_a_product_of_all_values_is_refused():
     weight = torch.nn.Parameter(_weight(tt.int8()))
     with pytest.raises(tt.UnsupportedOpError, match="share its storage"):

@@ -62,7 +62,7 @@ BACKWARDS = """
     convolution_backward mkldnn_rnn_layer_backward _cdist_backward softplus_backward smooth_l1_loss_backward
     native_layer_norm_backward native_group_norm_backward native_batch_norm_backward mse_loss_backward
     huber_loss_backward leaky_relu_backward hardtanh_backward gelu_backward elu_backward silu_backward
-    _weight_norm_interface_backward _prelu_kernel_backward
+    _weight_norm_interface_backward _prelu_kernel_backward _embedding_bag_per_sample_weights_backward
 """.split()
 """Ops that autograd calls on the Weights that the ops above saved."""
 
