@@ -290,6 +290,19 @@ def test_a_file_that_is_being_written_is_held(tmp_path, monkeypatch):
     assert sorted(os.listdir(tmp_path)) == ["x", "y", "y.safetensors"]
 
 
+@posix
+@pytest.mark.parametrize("mode", [0o700, 0o2750])
+def test_an_empty_folder_that_is_replaced_keeps_its_mode(tmp_path, mode):
+    """It may be closed to others, and is so while it is filled, too."""
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x").chmod(mode)
+    with new_folder(tmp_path / "x") as folder:
+        assert folder.stat().st_mode & 0o7777 == mode
+        (folder / "file").touch()
+    assert (tmp_path / "x").stat().st_mode & 0o7777 == mode
+    assert os.listdir(tmp_path / "x") == ["file"]
+
+
 # -- disks that refuse ------------------------------------------------------------------------------------------------
 
 _LIMITED = """

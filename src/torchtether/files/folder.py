@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -41,7 +42,7 @@ def new_folder(path: Path) -> Iterator[Path]:
     """Yield an empty folder to fill, and put it at ``path`` by one rename: no reader sees a part of it.
 
     After an error or an interrupt nothing is left. A killed process leaves a hidden folder beside ``path``, which the
-    next call for the same ``path`` removes.
+    next call for the same ``path`` removes. An empty folder at ``path`` is replaced, and the new one gets its mode.
     Raises CheckpointError if ``path`` exists and is not an empty folder, or if the disk refuses.
     """
     target = Path(os.path.realpath(path))
@@ -53,6 +54,8 @@ def new_folder(path: Path) -> Iterator[Path]:
         try:
             try:
                 temporary.mkdir()
+                with contextlib.suppress(FileNotFoundError):  # it may be closed to others, also while it is filled
+                    os.chmod(temporary, stat.S_IMODE(target.stat().st_mode))
                 with held(temporary):
                     yield temporary
                 os.replace(temporary, target)
