@@ -303,6 +303,23 @@ def test_an_empty_folder_that_is_replaced_keeps_its_mode(tmp_path, mode):
     assert os.listdir(tmp_path / "x") == ["file"]
 
 
+def test_a_folder_that_cannot_be_replaced_is_refused_before_the_work(tmp_path, monkeypatch, capsys):
+    """The folder of a shell would stay empty: the rename gives its name to another one."""
+    tt.save(state(1), tmp_path / "x.safetensors")
+    (tmp_path / "y").mkdir()
+    monkeypatch.chdir(tmp_path / "y")
+    for name in (".", str(tmp_path / "y")):
+        assert main(["convert", str(tmp_path / "x.safetensors"), name]) == 1
+        assert f"{name}: the current folder cannot be replaced. Give" in capsys.readouterr().err
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os.path, "ismount", lambda path: os.fspath(path) == str(tmp_path / "y"))
+    assert main(["convert", "x.safetensors", "y"]) == 1
+    assert "y: a mount point cannot be replaced. Give a new folder in it." in capsys.readouterr().err
+    assert sorted(os.listdir()) == ["x.safetensors", "y"]
+    assert not os.listdir("y")
+    assert main(["convert", "x.safetensors", "y/new"]) == 0
+
+
 # -- disks that refuse ------------------------------------------------------------------------------------------------
 
 _LIMITED = """

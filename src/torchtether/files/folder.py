@@ -48,6 +48,7 @@ def new_folder(path: Path) -> Iterator[Path]:
     target = Path(os.path.realpath(path))
     if is_taken(target) or (target.is_dir() and any(target.iterdir())):
         raise CheckpointError("it is there already", name=str(path), fix="Give a new or an empty folder.")
+    _check_replaceable(path, target)
     with folder_for(target.parent):
         remove_leftovers(target.parent, short(target.name).__eq__)
         temporary = name_beside(target)
@@ -66,6 +67,19 @@ def new_folder(path: Path) -> Iterator[Path]:
                 shutil.rmtree(temporary, ignore_errors=True)
         finally:  # again, because an interrupt may have aborted the first removal
             shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _check_replaceable(path: Path, target: Path) -> None:
+    """Raise CheckpointError if a rename cannot replace the folder ``target``, or would leave this process without one.
+
+    The shell that called this process would stay in the old folder, too, and see nothing there.
+    """
+    if os.path.ismount(target):
+        raise CheckpointError("a mount point cannot be replaced", name=str(path), fix="Give a new folder in it.")
+    with contextlib.suppress(OSError):  # one of the two does not exist
+        if os.path.samefile(target, os.curdir):
+            what = "the current folder cannot be replaced"
+            raise CheckpointError(what, name=str(path), fix="Give a new folder, or call from another one.")
 
 
 def is_taken(path: Path) -> bool:
