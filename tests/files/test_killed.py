@@ -390,6 +390,18 @@ def test_a_full_disk_leaves_no_new_folder_and_keeps_old_ones(tmp_path, monkeypat
     assert os.listdir(tmp_path / "new" / "er") == ["model.safetensors"]
 
 
+def test_an_error_names_the_target_and_not_the_hidden_folder(tmp_path, monkeypatch, capsys):
+    def full(descriptor):
+        raise OSError(28, "No space left on device")
+
+    tt.save(state(1), tmp_path / "x.safetensors")
+    monkeypatch.setattr(os, "fsync", full)
+    assert main(["convert", str(tmp_path / "x.safetensors"), str(tmp_path / "y")]) == 1
+    found = capsys.readouterr().err
+    assert found == f"torchtether: {tmp_path / 'y' / 'model.safetensors'}: cannot be written: No space left on device\n"
+    assert os.listdir(tmp_path) == ["x.safetensors"]
+
+
 @posix
 @pytest.mark.skipif(hasattr(os, "geteuid") and os.geteuid() == 0, reason="root may write to all files")
 def test_a_file_that_may_not_be_written_to_is_not_replaced(tmp_path):

@@ -63,6 +63,9 @@ def new_folder(path: Path) -> Iterator[Path]:
                 sync_folder(target.parent)
             except OSError as error:
                 raise CheckpointError(f"cannot be written: {error.strerror or error}", name=str(path)) from error
+            except CheckpointError as error:  # the caller does not know the hidden folder
+                shown = error.name.replace(str(temporary), str(path))
+                raise type(error)(error.what, name=shown, fix=error.fix) from error.__cause__
             finally:
                 shutil.rmtree(temporary, ignore_errors=True)
         finally:  # again, because an interrupt may have aborted the first removal
