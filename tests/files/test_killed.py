@@ -390,6 +390,14 @@ def test_a_full_disk_leaves_no_new_folder_and_keeps_old_ones(tmp_path, monkeypat
     assert os.listdir(tmp_path / "new" / "er") == ["model.safetensors"]
 
 
+@pytest.mark.parametrize("name", ["x.safetensors/y", "x.safetensors/y.safetensors", "x.safetensors/y/z"])
+def test_a_file_in_the_place_of_a_folder_is_named_with_the_reason(tmp_path, name):
+    tt.save(state(1), tmp_path / "x.safetensors")
+    with pytest.raises(tt.CheckpointError, match=r"the folder cannot be created: (Not a directory|File exists)"):
+        tt.save(state(2), tmp_path / name)
+    assert os.listdir(tmp_path) == ["x.safetensors"]
+
+
 def test_an_error_names_the_target_and_not_the_hidden_folder(tmp_path, monkeypatch, capsys):
     def full(descriptor):
         raise OSError(28, "No space left on device")

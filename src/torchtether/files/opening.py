@@ -103,11 +103,13 @@ def read_beside(folder: Path) -> dict[str, Mapping[str, Any]]:
         path = folder / name
         try:
             content = json.loads(read_file(path, _LIMIT))
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):  # a save may make the folder later
             continue
-        except (OSError, ValueError, RecursionError) as error:
-            if isinstance(error, CheckpointError):
-                raise
+        except CheckpointError:
+            raise
+        except OSError as error:
+            raise CheckpointError(f"cannot be read: {error.strerror or error}", name=str(path)) from None
+        except (ValueError, RecursionError) as error:
             raise CheckpointError(f"cannot be read: {error}", name=str(path)) from None
         if isinstance(content, dict):
             found[name] = content
