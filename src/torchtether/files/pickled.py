@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import CheckpointError, TetherError, TieError
-from ..geometry.views import View, extent
+from ..geometry.views import View, extent, overlaps_itself
 from ..ties.components import Component, find_components, tie_of
 from ..torch_private.tensors import checkpoint_offset_of
 from ..weights.spec import Tie, WeightSpec
@@ -124,6 +124,9 @@ def _state(found: Any, name: str) -> dict[str, Tensor]:
             raise CheckpointError(f"names that begin with {HIDDEN} are reserved", name=where)
         if type(tensor) is not Weight:
             _check_plain(tensor, where)
+            if tensor.numel() and overlaps_itself(tensor.shape, tensor.stride()):
+                what = f"its elements share memory, with shape {tuple(tensor.shape)} and strides {tensor.stride()}"
+                raise CheckpointError(what, name=where, fix="Save .contiguous() of it.")
     return _shared(found, name)
 
 
