@@ -119,11 +119,12 @@ def compressed():
         (archive_of({"w": torch.ones(3, dtype=torch.complex64).conj()}), "w: it is a conjugated or negated view"),
         (archive_of({"torchtether.storage.w": torch.ones(3)}), "names that begin with"),
         (archive_of({"w": torch.ones(3)}, _use_new_zipfile_serialization=False), "not in the zip format"),
+        (archive_of({"w": torch.ones(3)}, pickle_protocol=4), "with pickle_protocol=2, its default. Load it with"),
         (archive_of({"w": torch.ones(3)})[:-40], "x.pt: "),
         (b"", "not in the zip format"),
         (compressed(), "its entries are compressed"),
     ],
-    ids="evil number nested list sparse expanded conjugate hidden legacy short empty compressed".split(),
+    ids="evil number nested list sparse expanded conjugate hidden legacy protocol short empty compressed".split(),
 )
 def test_what_cannot_be_read_is_said_in_one_line(tmp_path, monkeypatch, data, what):
     monkeypatch.chdir(tmp_path)

@@ -111,7 +111,8 @@ def _calls(pickle: bytes, name: str) -> Iterator[tuple[str, _Value]]:
             memo[argument] = stack[-1]
             continue
         elif code.name not in _OTHERS and code.name not in _GETS:
-            raise CheckpointError(f"its pickle uses {code.name}, which torch.save does not write", name=name)
+            what = f"its pickle uses {code.name}, which torch.save does not write with pickle_protocol=2, its default"
+            raise CheckpointError(what, name=name, fix="Load it with torch.load, and save it again.")
         if code.name == "MARK":
             marks.append(len(stack))
         elif pickletools.markobject in code.stack_before:
