@@ -61,6 +61,22 @@ def test_expanded_tensors_of_no_or_one_row_are_none_that_share_memory(tmp_path):
         assert all(torch.equal(checkpoint[name], tensor) for name, tensor in source.items())
 
 
+def test_a_file_that_was_saved_without_checksums_opens(tmp_path):
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save({"w": torch.arange(6.0)}, tmp_path / "x.pt")
+        torch.save({"w": Evil()}, tmp_path / "y.pt")
+    finally:
+        torch.serialization.set_crc32_options(True)
+    with tt.open(tmp_path / "x.pt") as checkpoint:
+        assert checkpoint["w"].tolist() == torch.load(tmp_path / "x.pt")["w"].tolist() == [0, 1, 2, 3, 4, 5]
+    with pytest.raises(tt.CheckpointError, match="its pickle calls posix.system"):
+        tt.open(tmp_path / "y.pt")
+    (tmp_path / "z.pt").write_bytes(archive_of({"name": torch.ones(1)}).replace(b"name", b"nome"))
+    with pytest.raises(tt.CheckpointError, match="Bad CRC-32"):
+        tt.open(tmp_path / "z.pt")
+
+
 def test_a_state_dict_is_quantized_while_it_loads(tmp_path):
     source = build(Tied)
     torch.save(source.state_dict(), tmp_path / "x.pt")
