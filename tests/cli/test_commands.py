@@ -62,6 +62,17 @@ def test_names_turn_no_lines_and_move_no_cursors(tmp_path, capsys, words):
     assert all(line.isprintable() for line in found.split("\n"))
 
 
+@pytest.mark.parametrize("words", [["convert"], ["quantize", "--scheme=int8"]])
+def test_the_name_of_a_target_turns_no_lines_and_moves_no_cursors(tmp_path, capsys, words):
+    tt.save({"a.weight": torch.ones(32, 32)}, tmp_path / "x.safetensors")
+    assert main([*words, str(tmp_path / "x.safetensors"), str(tmp_path / "y\n\x1b[2J")]) == 0
+    first = capsys.readouterr().out.splitlines()[0]
+    assert first.startswith(rf"{tmp_path / 'y'}\n\x1b[2J: 1 ")
+    name = "n\n" * 200
+    assert main([words[0], str(tmp_path / "x.safetensors"), str(tmp_path / name), *words[1:]]) == 1
+    assert capsys.readouterr().err.count("\n") == 1
+
+
 def test_inspect_gives_json_with_stable_keys(tmp_path, capsys):
     model = build(Turned)
     tt.quantize(model, {"mid.weight": "int8"})

@@ -41,7 +41,7 @@ def print_made(target: Path | str, report: TransformReport, *, is_quantized: boo
     count = (
         f"{len(report.changed)} of {report.tensors} tensors quantized" if is_quantized else f"{report.tensors} tensors"
     )
-    print(f"{target}: {count}, {before} -> {after}, format {report.formats[1]}")
+    print(f"{clean(str(target))}: {count}, {before} -> {after}, format {report.formats[1]}")
     for (old, new), many in sorted(report.kinds.items(), key=lambda one: (-one[1], one[0])):
         print(f"  {many} {_describe_change(old, new, report.formats)}")
     if report.padding:

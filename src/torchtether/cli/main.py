@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.close()
         return 1
     except OSError as error:  # a path that the system refuses, such as one that is too long
-        print(f"torchtether: {error.filename or 'the system'}: {error.strerror or error}", file=sys.stderr)
+        print(clean(f"torchtether: {error.filename or 'the system'}: {error.strerror or error}"), file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("torchtether: interrupted", file=sys.stderr)
