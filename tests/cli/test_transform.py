@@ -500,7 +500,8 @@ def modules(source):
         "1_Pooling/config.json", "2_Dense/config.json", "2_Dense/model.safetensors", "2_Dense/deep/er/vocab.txt",
         "modeling_net.py", "README.md", "LICENSE", "model.onnx", "onnx/model.onnx", "onnx/config.json",
         "pytorch_model.bin", "pytorch_model.bin.index.json", "tf_model.h5", "2_Dense/model.onnx", "optimizer.pt",
-        "checkpoint-500/config.json", ".git/config", ".hidden", "quantize_config.json",
+        "pytorch_model.bin.index.fp16.json", "checkpoint-500/config.json", ".git/config", ".hidden",
+        "quantize_config.json",
     ):  # fmt: skip
         (source / path).parent.mkdir(parents=True, exist_ok=True)
         (source / path).write_text("{}" if path == "quantize_config.json" else f"in {path}")
@@ -522,7 +523,8 @@ LEFT_OUT = """
   left out, hidden: .git/, .hidden
   left out, links to folders, or to files outside of the source: folder, git.txt, inside, out.txt
   left out, not regular files: broken.txt, pipe, self
-  left out, other weights in the same folder: notes.bin, optimizer.pt, pytorch_model.bin, pytorch_model.bin.index.json
+  left out, other weights in the same folder: notes.bin, optimizer.pt, pytorch_model.bin, \
+pytorch_model.bin.index.fp16.json, pytorch_model.bin.index.json
   left out, the same weights in other formats: checkpoint-500/, model.onnx, onnx/, tf_model.h5, 2_Dense/model.onnx
 """
 

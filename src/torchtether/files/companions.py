@@ -16,6 +16,7 @@ from .opening import SETTINGS, open_file
 
 _SHARDS = (".distcp",)
 _WEIGHTS = (SUFFIX, ".index.json", ".bin", ".pt", ".pth", ".ckpt", *_SHARDS)
+_VARIANT_INDEX = re.compile(r".+\.(safetensors|bin)\.index\.[^.]+\.json")  # as transformers and diffusers write it
 _EXPORTS = (".onnx", ".onnx_data", ".h5", ".msgpack", ".tflite", ".ot", ".gguf", ".mlmodel")
 _FOLDERS = re.compile(r"onnx|openvino|coreml|original|checkpoint-\d+", re.IGNORECASE)
 """Folders with the same weights in other formats, or from earlier in training."""
@@ -68,7 +69,7 @@ def carry_over(source: Path, target: Path, read: frozenset[str] = frozenset()) -
         with given, open(copied, "xb") as made:
             shutil.copyfileobj(given, made)
         done.files.append(path)
-        if path.lower().endswith(_WEIGHTS):
+        if _is_of_weights(path.lower()):
             done.weights.append(path)
     return done
 
@@ -110,4 +111,8 @@ def why_left_out(path: str) -> str:
         return _HIDDEN
     if name.endswith(_EXPORTS) or any(_FOLDERS.fullmatch(one) for one in folders):
         return "the same weights in other formats"
-    return "other weights in the same folder" if not folders and name.endswith(_WEIGHTS) else ""
+    return "other weights in the same folder" if not folders and _is_of_weights(name) else ""
+
+
+def _is_of_weights(name: str) -> bool:
+    return name.endswith(_WEIGHTS) or _VARIANT_INDEX.fullmatch(name) is not None
