@@ -515,6 +515,12 @@ def modules(source):
     return source
 
 
+def test_a_target_inside_of_the_source_is_no_file_that_is_left_out(source, capsys):
+    assert main(["convert", str(source), str(source / "new")]) == 0
+    assert ".tmp" not in capsys.readouterr().out
+    assert (source / "new" / "model.safetensors").exists()
+
+
 CARRIED = {
     "1_Pooling/config.json", "2_Dense/config.json", "2_Dense/model.safetensors", "2_Dense/deep/er/vocab.txt",
     "modeling_net.py", "README.md", "LICENSE", "in.txt", "config.json", "tokenizer.model",

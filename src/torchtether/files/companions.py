@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ..errors import CheckpointError
 from .dcp import METADATA
-from .names import SUFFIX, stem_of
+from .names import SUFFIX, parse_hidden, stem_of
 from .opening import SETTINGS, open_file
 
 _SHARDS = (".distcp",)
@@ -81,6 +81,8 @@ def _walk(root: Path, done: CarriedOver, read: frozenset[str]) -> Iterator[tuple
         folder = folders.pop()
         for entry in sorted(os.scandir(root / folder), key=lambda one: one.name):
             path, is_folder = folder + entry.name, entry.is_dir(follow_symlinks=False)
+            if parse_hidden(entry.name):  # of a save under way, perhaps of this one, if its target is in the source
+                continue
             if not folder and (entry.name in {*SETTINGS, METADATA, *read} or entry.name.endswith(_SHARDS)):
                 continue
             place = Path(os.path.realpath(entry.path))
