@@ -193,6 +193,9 @@ def test_what_we_encode_is_written_without_loss(packing, tmp_path, monkeypatch):
         ({"w": torch.ones(2)}, {"metadata": {"a": 2**64}}, "GGUF has no type for the values"),
         ({"w": torch.ones(2)}, {"metadata": {"a": 1e300}}, "GGUF has no type for the values"),
         ({"w": torch.ones(2)}, {"metadata": {"general.alignment": 64}}, "it must be 32"),
+        ({"w": torch.ones(2)}, {"metadata": {1: "x", "a": "y"}}, "1: a key of the metadata must be text"),
+        ({"w": torch.ones(2)}, {"metadata": {"k" * 70_000: 1}}, "the name has 70000 bytes, more than 65536"),
+        ({"w" * 70_000: torch.ones(2)}, {}, "the name has 70000 bytes, more than 65536"),
     ],
 )
 def test_what_cannot_be_written_is_said_and_leaves_nothing(tensors, kwargs, said, tmp_path):

@@ -31,7 +31,7 @@ PAIRS = "gguf"
 """The key of the metadata with the scalar pairs of a file, as JSON."""
 
 ALIGNMENT = 32
-_COUNT_LIMIT = 2**16  # tensors, pairs, bytes of a name: ten times what large models have
+COUNT_LIMIT = 2**16  # tensors, pairs, bytes of a name: ten times what large models have
 _VALUES_LIMIT = 2**22  # strings and arrays in arrays: ten times the largest vocabulary with its merges
 RANK_LIMIT = 4  # ggml's own
 _DEPTH_LIMIT = 4  # arrays within arrays; llama.cpp has none
@@ -148,14 +148,14 @@ class _Cursor:
             self.fail(f"it has version {version}, only 2 and 3 can be read", fix="Write it with a newer llama.cpp.")
         counts = self.number("Q", "tensor count"), self.number("Q", "pair count")
         for count, what in zip(counts, ("tensors", "key-value pairs"), strict=True):
-            if count > _COUNT_LIMIT:
-                self.fail(f"it has {count} {what}, more than {_COUNT_LIMIT}")
+            if count > COUNT_LIMIT:
+                self.fail(f"it has {count} {what}, more than {COUNT_LIMIT}")
         self.pairs = counts[1]
         return int(counts[0])
 
     def key(self) -> str:
         """Return the key of the next pair."""
-        return self.text("a key", _COUNT_LIMIT)
+        return self.text("a key", COUNT_LIMIT)
 
     def value(self, key: str) -> tuple[int, Any]:
         """Return the type of the value of ``key``, which is next, and the value: ``None`` for an array."""
@@ -208,7 +208,7 @@ class _Cursor:
 
     def info(self) -> tuple[str, Stored, int]:
         """Return the name of the next tensor, its dtype and shape, and its offset in the data."""
-        key = self.text("a name", _COUNT_LIMIT)
+        key = self.text("a name", COUNT_LIMIT)
         if not key or key.startswith(HIDDEN):
             self.fail(f"names that are empty or begin with {HIDDEN} are not allowed", key or "a tensor")
         rank = self.number("I", key)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from io import FileIO
 
 import torch
@@ -15,7 +15,8 @@ from ..errors import CheckpointError
 from ..geometry.views import Shape
 from ..progress import Tick, no_tick
 from .ggml import PACKINGS, PLAIN, Packing
-from .gguf import ALIGNMENT, MAGIC, RANK_LIMIT, RawValue
+from .gguf import ALIGNMENT, COUNT_LIMIT, MAGIC, RANK_LIMIT, RawValue
+from .strict_json import short_repr
 from .writer import as_planned, write_bytes, write_tensor
 
 Scalar = str | bool | int | float
@@ -70,6 +71,8 @@ def _header(
     layout: Mapping[str, tuple[torch.dtype, Shape]], packings: Mapping[str, str], pairs: Pairs, name: str
 ) -> tuple[bytes, dict[str, int], int]:
     """Return the bytes before the data, the start of each tensor in the file, and the size of the file."""
+    _check_names("tensors", layout, name)
+    _check_names("pairs", pairs, name)
     infos, offsets, at = [], {}, 0
     for key, (dtype, shape) in layout.items():
         packing, elements = gguf_packing(key, dtype, shape, packings.get(key))
@@ -87,6 +90,18 @@ def _header(
     head = MAGIC + struct.pack("<IQQ", _VERSION, len(infos), len(written)) + b"".join(written) + b"".join(infos)
     head += b"\0" * (-len(head) % ALIGNMENT)
     return head, {key: len(head) + offset for key, offset in offsets.items()}, len(head) + at
+
+
+def _check_names(what: str, names: Collection[object], file: str) -> None:
+    """Raise CheckpointError, naming the file, for names that are no text, or that ``GgufFile`` would refuse."""
+    if len(names) > COUNT_LIMIT:
+        raise CheckpointError(f"{len(names)} {what} are more than {COUNT_LIMIT}", name=file)
+    for name in names:
+        if not isinstance(name, str):
+            raise CheckpointError("a key of the metadata must be text", name=f"{file}: {short_repr(name)}")
+        if (size := len(name.encode(errors="surrogatepass"))) > COUNT_LIMIT:
+            what = f"the name has {size} bytes, more than {COUNT_LIMIT}"
+            raise CheckpointError(what, name=f"{file}: {short_repr(name)}", fix="Shorten it.")
 
 
 def _rank(pair: tuple[str, object]) -> tuple[bool, str]:
