@@ -1,8 +1,11 @@
 """Safetensors files: we and others read what we write, and files with false headers are refused."""
 
+import copy
+import gc
 import itertools
 import json
 import os
+import pickle
 import stat
 import struct
 
@@ -301,6 +304,26 @@ def test_a_file_that_shrinks_while_it_is_open_is_an_error(tmp_path):
         os.truncate(tmp_path / "x", 500)
         with pytest.raises(tt.CheckpointError, match="x: v: the file is cut short: nothing follows byte 500"):
             file.read("v")
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".gguf", ".pt"])
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_copy_of_an_open_file_is_refused_and_does_not_close_it(tmp_path, suffix, copied):
+    """The next file would get the number of the descriptor, and its bytes would be read in place of this one's."""
+    for name, value in (("one", 1.0), ("two", 2.0)):
+        path, state = tmp_path / f"{name}{suffix}", {"w": torch.full((3,), value)}
+        if suffix == ".pt":
+            torch.save(state, path)
+        else:
+            tt.save(state, path, format="gguf" if suffix == ".gguf" else "native")
+    with tt.open(tmp_path / f"one{suffix}") as checkpoint:
+        held = checkpoint.store.files[0] if copied is copy.copy else checkpoint
+        with pytest.raises(TypeError, match="an open file cannot be copied or pickled. Open its path again"):
+            copied(held)
+        gc.collect()
+        with tt.open(tmp_path / f"two{suffix}") as other:
+            assert other["w"].tolist() == [2, 2, 2]
+            assert checkpoint["w"].tolist() == [1, 1, 1]
 
 
 def test_metadata_null_is_accepted_as_by_the_reference(tmp_path):

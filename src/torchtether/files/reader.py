@@ -9,12 +9,12 @@ import mmap
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, SupportsIndex
 
 import torch
 from torch import Tensor
 
-from ..errors import CheckpointError
+from ..errors import ArgumentError, CheckpointError
 from ..geometry.views import Shape, View, extent
 from ..progress import Tick, no_tick
 from .batch import Batch
@@ -257,6 +257,10 @@ class TensorFile(Closing):
         descriptor, self._descriptor = self._descriptor, -1  # an interrupt may leave it open, not close another file
         if descriptor >= 0:
             os.close(descriptor)
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        """Refuse a copy: it would close the descriptor, whose number the system then gives to another file."""
+        raise ArgumentError("an open file cannot be copied or pickled", name=self.name, fix="Open its path again.")
 
     def __del__(self) -> None:
         if hasattr(self, "_descriptor") and os is not None:  # None when the interpreter ends
