@@ -153,6 +153,7 @@ def test_verify_against_shows_the_worst_first(tmp_path, capsys):
         ({"a": None}, "a: it is in "),
         ({"w": tt.Weight.encode(torch.full((4, 4), 2.0), tt.int8())}, "more than int8 allows"),
         ({"a": torch.ones(2), "w": torch.zeros(4, 4)}, "| and 1 more"),
+        ({"w": torch.full((4, 4), torch.nan)}, "w: its values differ by up to inf, but should be equal"),
     ],
 )
 def test_verify_against_another_source_exits_1(tmp_path, capsys, change, words):

@@ -194,7 +194,8 @@ def _measured(pieces: Iterable[Compared]) -> tuple[float, float, bool]:
         largest = max(largest, float(error.max()))
         noise += float(error.square().sum())
         signal += float(two.square().nan_to_num(0, 0, 0).sum())
-    sqnr = math.inf if noise == 0 else -math.inf if signal == 0 else 10 * math.log10(signal / noise)
+    ratio = math.inf if noise == 0 else signal / noise  # 0 beside an infinite error
+    sqnr = 10 * math.log10(ratio) if ratio > 0 else -math.inf
     return largest, sqnr, is_expected
 
 
