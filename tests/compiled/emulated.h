@@ -138,6 +138,16 @@ inline __m512i bytes_at(const __m512i& index, const __m512i& a) {
     return each<uint8_t, __m512i>([&](uint8_t i) { return from.of[i & 63]; }, index);
 }
 
+inline __m512i words_at(const __m512i& index, const __m512i& a) {
+    const Lanes<uint16_t> from(a);
+    return each<uint16_t, __m512i>([&](uint16_t i) { return from.of[i & 31]; }, index);
+}
+
+template <class R, class V> inline R joined(const V& low, const V& high) {
+    const V both[] = {low, high};
+    return read<R>(both);
+}
+
 inline __m512i bits_at(const __m512i& first, const __m512i& a) {  // 8 from each byte of `first` on, of the 64 around it
     const Lanes<uint64_t> from(a);
     Lanes<uint8_t> made(first);
@@ -275,6 +285,7 @@ SHIFT(srai_epi32, int32_t, a >> (n > 31 ? 31 : n))
 #define _mm512_cvtneps_pbh emulated::to_bfloat16
 
 #define _mm512_castps128_ps512(x) emulated::read_some<float, __m512>(15, &(const __m128&)(x))
+#define _mm512_castps256_ps512(x) emulated::joined<__m512>((__m256)(x), (__m256)(x))
 #define _mm512_castps512_ps256(x) emulated::half<__m256>(x, 0)
 #define _mm512_castsi512_si256(x) emulated::half<__m256i>(x, 0)
 #undef _mm512_extractf32x8_ps
@@ -326,6 +337,10 @@ SHIFT(srai_epi32, int32_t, a >> (n > 31 ? 31 : n))
 #define _mm512_shuffle_i32x4 emulated::shuffled
 #define _mm512_permutex2var_ps emulated::looked_up
 #define _mm512_permutexvar_epi8 emulated::bytes_at
+#define _mm512_permutexvar_epi16 emulated::words_at
+#undef _mm512_insertf32x8
+#define _mm512_insertf32x8(a, b, upper) emulated::joined<__m512>(emulated::half<__m256>(a, 0), b)
+#define _mm512_broadcast_i64x4(a) emulated::joined<__m512i>(a, a)
 #define _mm512_multishift_epi64_epi8 emulated::bits_at
 #define _mm512_permutexvar_ps(index, a) emulated::looked_up(a, _mm512_and_si512(index, _mm512_set1_epi32(15)), a)
 

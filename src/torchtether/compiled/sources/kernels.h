@@ -16,6 +16,7 @@
 namespace {
 
 #include "vectors.h"
+#include "wide.h"
 #include "memory.h"
 #include "scales.h"
 #include "threads.h"

@@ -103,21 +103,6 @@ template <int C> void ordered_linear_of(const Layout& L, const Parts& P, const O
 }
 
 #if WIDE_ROWS
-// The numbers of up to 32 groups, or of TWICE as many, looked up for 16 columns.
-template <bool TWICE> struct Looked {
-    __m512 numbers[TWICE ? 4 : 2];
-
-    explicit Looked(const float* p) {  // reads all, also where there are fewer groups
-        for (int i = 0; i < (TWICE ? 4 : 2); i++) numbers[i] = _mm512_loadu_ps(p + 16 * i);
-    }
-    __m512 operator()(__m512i group) const {
-        const __m512 low = _mm512_permutex2var_ps(numbers[0], group, numbers[1]);
-        if constexpr (!TWICE) return low;
-        else return _mm512_mask_blend_ps(_mm512_test_epi32_mask(group, _mm512_set1_epi32(32)), low,
-                                         _mm512_permutex2var_ps(numbers[2], group, numbers[3]));
-    }
-};
-
 // y[m] = a row of codes times row m of x
 template <int C, bool TWICE, int M> void looked_dots(const Layout& L, const uint8_t* codes, const Looked<TWICE>& scale,
                                                      const Looked<TWICE>& before, const int32_t* groups, const float* x,

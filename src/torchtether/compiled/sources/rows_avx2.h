@@ -10,15 +10,12 @@
 //     Sums of 16 bits hold 128 columns: 4 * 2 * 15 * 128 < 2**15.
 // 8-bit integers: 16 products at once; sums of 32 bits.
 
-typedef F V;  // of sums
 constexpr int TOGETHER = 1;  // rows of codes that are multiplied together
 
 // How many columns are summed before a scale is applied.
 template <int C, int S, int T>
 constexpr int64_t piece_of = S == WHOLE || S == WIDE ? SPAN : S == G16 ? 16 : S == G32 && !is_nibbled(C) ? 32 : 64;
 
-inline V every(float x) { return all(x); }
-inline V whole_numbers(const uint8_t* p) { return values<UINT8>(p); }
 inline __m256i line(const void* p) { return _mm256_loadu_si256((const __m256i*)p); }
 inline void put_line(void* p, __m256i v) { _mm256_storeu_si256((__m256i*)p, v); }
 
@@ -247,17 +244,5 @@ template <int C> struct Decoder {
             out[2] = (V)_mm256_cvtph_ps(_mm256_extracti128_si256(low, 1));
             out[3] = (V)_mm256_cvtph_ps(_mm256_extracti128_si256(high, 1));
         }
-    }
-};
-
-// The values of codes below 16, by the values of numbers.
-struct Few {
-    V low, high;
-
-    template <class Value> inline explicit Few(Value value) : low(value(load<V>(INTEGERS))), high(value(load<V>(INTEGERS + LANES))) {}
-    V operator()(const uint8_t* p) const {
-        const __m256i codes = (__m256i)bytes(p);
-        return (V)_mm256_blendv_ps(_mm256_permutevar8x32_ps((__m256)low, codes), _mm256_permutevar8x32_ps((__m256)high, codes),
-                                   _mm256_castsi256_ps(_mm256_slli_epi32(codes, 28)));
     }
 };

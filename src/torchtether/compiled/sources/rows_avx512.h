@@ -8,27 +8,12 @@
 //     INT8, UINT8: column by column
 //     all other codes, and INT4 as FLOATS: float32; 4-bit codes: of a span every eighth column, from the first, the second ...
 
-typedef float V __attribute__((vector_size(64)));  // of sums
 constexpr int TOGETHER = 2;  // rows of codes that are multiplied together
 
 // How many columns are summed before scales are applied, one for each lane.
 template <int C, int S, int T>
 constexpr int64_t piece_of = is_nibbled(C) || S == WHOLE || S == WIDE ? SPAN : T != FLOATS || S == G64 ? 64 : S == G32 ? 32 : 16;
 
-inline V every(float x) { return (V)_mm512_set1_ps(x); }
-inline V fma(V a, V b, V c) { return (V)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
-inline float sum(V v) {  // not by its address: GCC then stores it at every step
-    return sum((F)_mm512_castps512_ps256((__m512)v) + (F)_mm512_extractf32x8_ps((__m512)v, 1));
-}
-template <int A> inline V rounded_to(V x) {
-    typedef int32_t J __attribute__((vector_size(64)));
-    const J bits = (J)x;
-    if (A == BFLOAT16) return (V)((bits + 0x7fff + ((bits >> 16) & 1)) & (int32_t)0xffff0000);
-    constexpr int nearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
-    return A == FLOAT16 ? (V)_mm512_cvtph_ps(_mm512_cvtps_ph((__m512)x, nearest)) : x;
-}
-inline V first_of(V v, int64_t count) { return (V)_mm512_maskz_mov_ps((1 << count) - 1, (__m512)v); }
-inline V whole_numbers(const uint8_t* p) { return (V)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(load<__m128i>(p))); }
 inline __m512i line(const void* p) { return _mm512_loadu_si512(p); }
 inline void put_line(void* p, __m256i v) { _mm256_storeu_si256((__m256i*)p, v); }
 
@@ -214,12 +199,4 @@ template <int C> struct Decoder {
             out[1] = (V)_mm512_cvtph_ps(_mm512_extracti64x4_epi64(halves, 1));
         }
     }
-};
-
-// The values of codes below 16, by the values of numbers.
-struct Few {
-    __m512 values;
-
-    template <class Value> inline explicit Few(Value value) : values((__m512)value((V)_mm512_loadu_ps(INTEGERS))) {}
-    V operator()(const uint8_t* p) const { return (V)_mm512_permutexvar_ps(_mm512_cvtepu8_epi32(load<__m128i>(p)), values); }
 };

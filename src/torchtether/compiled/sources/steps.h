@@ -4,10 +4,8 @@
 // and looked up.
 
 #if FAST_ROWS
-constexpr int64_t STEP = sizeof(V) / 4;  // columns
-
 bool has_steps(const Layout& L) {
-    return (L.family == BIASED || L.family == BIASED_FIRST) && !L.is_flat && (L.group >= L.columns || L.group % STEP == 0);
+    return (L.family == BIASED || L.family == BIASED_FIRST) && !L.is_flat && (L.group >= L.columns || L.group % WIDE_LANES == 0);
 }
 
 // y[m * TILE] = a row of codes times row m of x; `scale` and `bias` have a number for each group. FEW: codes have at most 4 bits.
@@ -20,16 +18,16 @@ template <int A, bool FIRST, bool FEW, int M> void stepped_dots(const Layout& L,
         const auto decoded = [&](V level) __attribute__((always_inline)) {
             return FIRST ? rounded_to<A>(rounded_to<A>(level + more) * by) : rounded_to<A>(rounded_to<A>(level * by) + more);
         };
-        const Few few(decoded);
+        const Few few(INTEGERS, decoded);
         const auto add = [&](int64_t k, int64_t count, int a) __attribute__((always_inline)) {
-            V value = FEW ? few(codes + k) : decoded(whole_numbers(codes + k));
-            if (count < STEP) value = first_of(value, count);
+            V value = FEW ? few(codes + k) : decoded(wide_values<UINT8>(codes + k));
+            if (count < WIDE_LANES) value = first_of(value, count);
 #pragma GCC unroll 4
             for (int m = 0; m < M; m++) sums[m][a] = fma(value, load<V>(x + m * padded + k), sums[m][a]);
         };
         end = end < L.columns ? end : L.columns;
-        for (; k + 2 * STEP <= end; k += 2 * STEP) add(k, STEP, 0), add(k + STEP, STEP, 1);
-        for (; k < end; k += STEP) add(k, end - k, 0);
+        for (; k + 2 * WIDE_LANES <= end; k += 2 * WIDE_LANES) add(k, WIDE_LANES, 0), add(k + WIDE_LANES, WIDE_LANES, 1);
+        for (; k < end; k += WIDE_LANES) add(k, end - k, 0);
     }
     for (int m = 0; m < M; m++) y[m * TILE] = sum(sums[m][0] + sums[m][1]);
 }
@@ -68,7 +66,7 @@ void stepped_linear(const Layout& L, const Parts& P, const void* x, int64_t rows
         alignas(64) float y[4 * TILE];
         for (int64_t i = 0; i < count; i++, scale += L.groups, added += L.groups) {
             const uint8_t* codes = (const uint8_t*)P.codes + (first + i) * L.row_bytes;
-            if (L.bits < 8 || L.columns % STEP) codes = StreamRow::unpack(L, P, first + i, at, nullptr, row.codes);
+            if (L.bits < 8 || L.columns % WIDE_LANES) codes = StreamRow::unpack(L, P, first + i, at, nullptr, row.codes);
             dots(L, codes, scale, added, floats.data(), padded, y + i);
         }
         for (int64_t m = 0; m < rows; m++) put_some(dtype, y + m * TILE, count, bias, first, out, m * L.rows + first);

@@ -7,7 +7,7 @@
 
 inline const uint8_t* levels_of(const Layout& L) { return L.is_whole ? L.whole : nullptr; }
 
-template <int A, bool FIRST> inline F value_of(F level, F before, F scale, F unit, F after) {
+template <int A, bool FIRST> inline V value_of(V level, V before, V scale, V unit, V after) {
     if (A == FLOAT32) return (level + before) * scale * unit + after;
     return FIRST ? rounded_to<A>(rounded_to<A>(level + before) * scale)
                  : rounded_to<A>(rounded_to<A>(level * scale) + after);
@@ -15,39 +15,32 @@ template <int A, bool FIRST> inline F value_of(F level, F before, F scale, F uni
 
 #include "few_values.h"
 
-template <int C> inline F level_of(const Layout& L, const uint8_t* p, const Table& table) {
-    if constexpr (C == TABLE4) return table(bytes(p));
-    else if constexpr (C == TABLE8) {
-        F v;
-        for (int i = 0; i < LANES; i++) v[i] = L.levels[p[i]];
-        return v;
-    } else return values<C>(p);
+template <int C> inline V level_of(const uint8_t* p, const Few& few, const Many& many) {
+    if constexpr (C == TABLE4) return few(p);
+    else if constexpr (C == TABLE8) return many(p);
+    else return wide_values<C>(p);
 }
 
-// Writes up to LANES - 1 values too many. Where codes have 4 bits and groups are wide, all values of a group are computed once.
+// Writes up to WIDE_LANES - 1 values too many. Where codes have 4 bits and groups are wide, all values of a group are computed once.
 template <int C, int A, bool FIRST> void decode_codes(const Layout& L, const uint8_t* codes, const RowAt& at,
                                                       const RowParts& parts, float* to) {
-    const Table table(L.table);
-    const F unit = all(L.unit), step = all(L.step);
+    const Few table(L.table, [](V level) { return level; });
+    const Many levels(L.levels, L.bits);
+    const V unit = every(L.unit), step = every(L.step);
     const bool is_few = L.bits <= 4 && L.group >= 32;
     int64_t k = 0;
     for (int64_t g = 0, end = at.lead; g < at.groups; g++, k = end, end += L.group) {
         end = end < L.columns ? end : L.columns;
-        const F scale = all(parts.scale[g]), before = all(parts.before[g]), after = all(parts.after[g]);
+        const V scale = every(parts.scale[g]), before = every(parts.before[g]), after = every(parts.after[g]);
+        const auto value = [&](V level) { return value_of<A, FIRST>(level, before, scale, unit, after); };
+        const auto put = [&](V v) { memcpy(to + k, &v, sizeof v); };
         if (is_few) {
-            F meant[16 / LANES];
-            for (int i = 0; i < 16 / LANES; i++)
-                meant[i] = value_of<A, FIRST>(load<F>(L.table + LANES * i), before, scale, unit, after);
-            const Table values((const float*)meant);
-            for (; k < end; k += LANES) {
-                const F v = values(bytes(codes + k));
-                memcpy(to + k, &v, sizeof v);
-            }
+            const Few few(L.table, value);
+            for (; k < end; k += WIDE_LANES) put(few(codes + k));
         } else
-            for (; k < end; k += LANES) {
-                const F level = level_of<C>(L, codes + k, table);
-                const F v = value_of<A, FIRST>(C == INT8 ? level * step : level, before, scale, unit, after);
-                memcpy(to + k, &v, sizeof v);
+            for (; k < end; k += WIDE_LANES) {
+                const V level = level_of<C>(codes + k, table, levels);
+                put(value(C == INT8 ? level * step : level));
             }
     }
 }
@@ -69,7 +62,7 @@ struct StreamRow {
 
     static int64_t padded(const Layout& L) { return (L.columns + 31) / 32 * 32; }
     static int64_t bytes(const Layout& L) { return (L.columns + 71) / 64 * 64 + 64; }  // of unpacked codes
-    static int64_t size(const Layout& L) { return RowParts::size(L) + bytes(L) / 4 + padded(L) + LANES; }
+    static int64_t size(const Layout& L) { return RowParts::size(L) + bytes(L) / 4 + padded(L) + WIDE_LANES; }
 
     StreamRow(const Layout& L, float* buffer)
         : parts(L, buffer), codes((uint8_t*)(buffer + RowParts::size(L))), values((float*)(codes + bytes(L))) {}
@@ -135,8 +128,7 @@ template <int D> void decode_stream(const Layout& L, const Parts& P, const Rows&
             if (has_few_values(L)) return row.decode_to<D>(L, P, rows[i], (uint16_t*)to);
         row.decode(L, P, rows[i], nullptr);
         int64_t k = 0;
-        for (; k + 2 * LANES <= L.columns; k += 2 * LANES)
-            put_two<D>(load<F>(row.values + k), load<F>(row.values + k + LANES), to, k);
+        for (; k + 16 <= L.columns; k += 16) put_sixteen<D>(row.values + k, to, k);
         for (; k < L.columns; k += LANES)
             put<D>(load<F>(row.values + k), to, k, L.columns - k < LANES ? L.columns - k : LANES);
     });
