@@ -131,6 +131,22 @@ def test_a_prefix_that_only_one_side_has_is_named_with_the_rule_for_it(tmp_path,
         assert not any("lack this prefix" in fault for fault in plan.faults)
 
 
+def test_names_of_modules_that_torch_compile_wraps_are_explained(tmp_path):
+    plain, partly = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    partly[1] = torch.compile(partly[1])
+    tt.save(dict(partly.state_dict()), tmp_path / "compiled")
+    tt.save(plain, tmp_path / "plain")
+    with contextlib.closing(tt.plan_load(plain, tmp_path / "compiled")) as plan:
+        assert plan.faults[0].startswith("_orig_mod.*: torch.compile put this into names.")
+    tt.load(plain, tmp_path / "compiled", rename=ast.literal_eval(plan.faults[0].partition("rename=")[2]))
+    assert torch.equal(plain[1].weight, partly[1].weight)
+    with pytest.raises(tt.LoadError, match="torch.compile has wrapped a module in the model.* keeps its names"):
+        tt.load(partly, tmp_path / "plain")
+    partly = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    partly[1].compile()
+    tt.load(partly, tmp_path / "plain")
+
+
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_an_optimizer_of_another_model_is_a_fault(tmp_path, device):
     tt.save(nn.Linear(2, 2), tmp_path)

@@ -15,6 +15,7 @@ from ..errors import CheckpointError
 from ..exchange.optimizer_state import Optimizers, optimizers_of
 from ..integrations.imported import is_of_transformers
 from ..ties.names import named_tensors, nearest
+from ..torch_private.modules import COMPILED
 from .options import FLOATS
 from .steps import KEYS_SHOWN, Draft
 
@@ -141,8 +142,9 @@ def check_leftovers(draft: Draft, model: nn.Module) -> None:
         before, strange = len(draft.faults), [name for name in left if name not in known]
         _refuse_missing(draft)
         _refuse_unexpected(draft, strange, known)
-        if strange and known.isdisjoint(given.listed) and all(map(given.is_as_it_is, strange)):
-            draft.faults[before:before] = _describe_prefix(strange, known)
+        if strange and all(map(given.is_as_it_is, strange)):
+            found = _describe_compiled(strange, known) or _describe_prefix(strange, known, given.listed)
+            draft.faults[before:before] = found
 
 
 def _extra_states(model: nn.Module) -> Iterator[str]:
@@ -176,20 +178,31 @@ def _refuse_unexpected(draft: Draft, surplus: Iterable[str], known: set[str]) ->
         draft.add_fault(describe_some(draft.given.keys_of(name), KEYS_SHOWN), f"the model does not have {what}{near}")
 
 
-def _describe_prefix(strange: Sequence[str], known: set[str]) -> Iterator[str]:
-    """Yield a fault if all names of a checkpoint, ``strange``, are ``known`` with one more prefix, or without one."""
+def _describe_compiled(strange: Sequence[str], known: set[str]) -> list[str]:
+    """Return a fault if ``strange`` names of a checkpoint are ``known``, but for what torch.compile puts into names."""
+    if all(name.replace(COMPILED, "") in known for name in strange):
+        return [f"{COMPILED}*: torch.compile put this into names. Load with rename=[({re.escape(COMPILED)!r}, '')]"]
+    if {name.replace(COMPILED, "") for name in known if COMPILED in name}.issuperset(strange):
+        what = "torch.compile has wrapped a module in the model, and put this into names"
+        return [f"{COMPILED}*: {what}. Load first, or compile it in place: module.compile() keeps its names"]
+    return []
+
+
+def _describe_prefix(strange: Sequence[str], known: set[str], listed: Iterable[str]) -> list[str]:
+    """Return a fault if all names that a checkpoint has, ``strange``, are ``known`` with or without a prefix."""
+    if not known.isdisjoint(listed):
+        return []
     first = strange[0]
     for end in (i + 1 for i, letter in enumerate(first) if letter == "."):
         prefix = first[:end]
         if all(name.startswith(prefix) and name[end:] in known for name in strange):
             rule = (f"^{re.escape(prefix)}", "")
-            yield f"{prefix}*: the names of the model lack this prefix. Load with rename=[{rule!r}]"
-            return
+            return [f"{prefix}*: the names of the model lack this prefix. Load with rename=[{rule!r}]"]
     for prefix in (name.removesuffix(first) for name in sorted(known, key=len) if name.endswith(f".{first}")):
         if all(prefix + name in known for name in strange):
             rule = ("^", prefix)
-            yield f"{prefix}*: the names of the checkpoint lack this prefix. Load with rename=[{rule!r}]"
-            return
+            return [f"{prefix}*: the names of the checkpoint lack this prefix. Load with rename=[{rule!r}]"]
+    return []
 
 
 def _near(name: str, names: Iterable[str]) -> str:

@@ -15,6 +15,10 @@ Method = Callable[..., Any]
 _Model = TypeVar("_Model")
 
 
+COMPILED = "_orig_mod."
+"""The part of a name that stands for the wrapper of ``torch.compile``."""
+
+
 def uncompiled(model: _Model) -> _Model:
     """Return the module that ``torch.compile`` wrapped as ``model``; anything else itself.
 
