@@ -87,15 +87,15 @@ CHANGES = {
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("is_appended", [False, True])
+@pytest.mark.parametrize("appended", range(3))
 @pytest.mark.parametrize("verb", CHANGES)
-def test_an_offloaded_model_is_refused_because_its_hooks_keep_the_old_values(verb, is_appended, tmp_path):
+def test_an_offloaded_model_is_refused_because_its_hooks_keep_the_old_values(verb, appended, tmp_path):
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     tt.save(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), tmp_path)
     inputs = torch.ones(1, 8)
     expected = model(inputs)
     accelerate.cpu_offload(model, execution_device=CPU)
-    if is_appended:
+    for _ in range(appended):  # each into another SequentialHook
         for layer in model:
             accelerate.hooks.add_hook_to_module(layer, accelerate.hooks.ModelHook(), append=True)
     with pytest.raises(tt.ConversionError, match=rf"cannot {verb} under accelerate's offloading: .* old values"):

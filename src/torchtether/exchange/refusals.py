@@ -65,8 +65,10 @@ def check_place(modules: Iterable[nn.Module], verb: str) -> None:
 
 def _is_offloaded(module: nn.Module) -> bool:
     """Return whether a hook of accelerate keeps the values of ``module``, and puts them back before each forward."""
-    hook = vars(module).get("_hf_hook")
-    return any(getattr(one, "offload", False) is True for one in getattr(hook, "hooks", (hook,)))
+    hooks = [vars(module).get("_hf_hook")]
+    for hook in hooks:
+        hooks += getattr(hook, "hooks", ())  # of a SequentialHook, which may hold others
+    return any(getattr(hook, "offload", False) is True for hook in hooks)
 
 
 @lru_cache(maxsize=1024)
