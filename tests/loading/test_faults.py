@@ -147,6 +147,23 @@ def test_names_of_modules_that_torch_compile_wraps_are_explained(tmp_path):
     tt.load(partly, tmp_path / "plain")
 
 
+@pytest.mark.parametrize(
+    ("model", "names", "rename"),
+    [
+        (nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), ["weight", "bias"], None),  # 0. and 1. fit alike
+        (nn.ModuleDict({"emb": nn.Embedding(2, 2), "mid": nn.Linear(2, 2)}), ["weight"], None),
+        (nn.Linear(2, 2), ["m.weight", "m.bias"], [("^m", "n")]),  # the rule of the hint would replace this one
+        (nn.Sequential(nn.Linear(2, 2)), ["m.weight", "m.bias"], [("^m.", "")]),
+    ],
+)
+def test_no_prefix_is_named_where_several_fit_or_rules_have_changed_the_names(tmp_path, model, names, rename):
+    tt.save({name: torch.zeros((2, 2) if "weight" in name else (2,)) for name in names}, tmp_path / "x")
+    with contextlib.closing(tt.plan_load(model, tmp_path / "x", rename=rename)) as plan:
+        assert not any("lack this prefix" in fault for fault in plan.faults)
+        told = [fault for fault in plan.faults if "to which the rules of rename= change it" in fault]
+    assert len(told) == (len(names) if rename else 0)
+
+
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_an_optimizer_of_another_model_is_a_fault(tmp_path, device):
     tt.save(nn.Linear(2, 2), tmp_path)

@@ -103,7 +103,9 @@ def _parser() -> argparse.ArgumentParser:
     mapped = add("map", _map, "show the storages of a checkpoint and the tensors in each, as text or a page", "path")
     mapped.add_argument("--html", type=Path, metavar="OUT", help="write one self-contained HTML page")
     mapped.add_argument("--svg", type=Path, metavar="OUT", help="write the picture as SVG")
-    mapped.add_argument("--against", metavar="SRC", help="print the differences from this checkpoint; --html draws them")
+    mapped.add_argument(
+        "--against", metavar="SRC", help="print the differences from this checkpoint; --html draws them"
+    )
     mapped.add_argument("--all", action="store_true", help="show all tensors, even if there are many")
     verify = add("verify", _verify, "check every byte and every record of a checkpoint", "path")
     verify.add_argument("--against", metavar="SRC", help="compare every tensor with this checkpoint's")

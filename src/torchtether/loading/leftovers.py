@@ -142,7 +142,7 @@ def check_leftovers(draft: Draft, model: nn.Module) -> None:
         before, strange = len(draft.faults), [name for name in left if name not in known]
         _refuse_missing(draft)
         _refuse_unexpected(draft, strange, known)
-        if strange and all(map(given.is_as_it_is, strange)):
+        if strange and all(given.keys_of(name) == (name,) for name in strange):
             found = _describe_compiled(strange, known) or _describe_prefix(strange, known, given.listed)
             draft.faults[before:before] = found
 
@@ -173,7 +173,7 @@ def _refuse_missing(draft: Draft) -> None:
 def _refuse_unexpected(draft: Draft, surplus: Iterable[str], known: set[str]) -> None:
     """Add a fault for each name of ``surplus``, which the model lacks."""
     for i, name in enumerate(surplus):
-        what = "it" if draft.given.is_as_it_is(name) else f"{name}, to which the rules of rename= change it"
+        what = "it" if draft.given.keys_of(name) == (name,) else f"{name}, to which the rules of rename= change it"
         near = _near(name, known) if i < _GUESSES else ""
         draft.add_fault(describe_some(draft.given.keys_of(name), KEYS_SHOWN), f"the model does not have {what}{near}")
 
@@ -198,11 +198,12 @@ def _describe_prefix(strange: Sequence[str], known: set[str], listed: Iterable[s
         if all(name.startswith(prefix) and name[end:] in known for name in strange):
             rule = (f"^{re.escape(prefix)}", "")
             return [f"{prefix}*: the names of the model lack this prefix. Load with rename=[{rule!r}]"]
-    for prefix in (name.removesuffix(first) for name in sorted(known, key=len) if name.endswith(f".{first}")):
-        if all(prefix + name in known for name in strange):
-            rule = ("^", prefix)
-            return [f"{prefix}*: the names of the checkpoint lack this prefix. Load with rename=[{rule!r}]"]
-    return []
+    longer = {name.removesuffix(first) for name in known if name.endswith(f".{first}")}
+    fitting = [prefix for prefix in longer if all(prefix + name in known for name in strange)]
+    if len(fitting) != 1:  # of several, such as those of all layers of a stack, none is meant more than another
+        return []
+    rule = ("^", fitting[0])
+    return [f"{fitting[0]}*: the names of the checkpoint lack this prefix. Load with rename=[{rule!r}]"]
 
 
 def _near(name: str, names: Iterable[str]) -> str:
