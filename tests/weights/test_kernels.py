@@ -306,7 +306,8 @@ WIDE = (
     *(tt.nvfp4(), tt.ScaledFloat("e2m3", block=(1, 32)), tt.ScaledFloat("e5m2", block=(1, 40))),
     *(Biased(bits, (1, 64), held, way, bias_first=first) for bits, held, way, first in BIASES),
     *(SuperBlocks(4, minimum=True), SuperBlocks(6, 16, scale_bits=8, offset=32), SuperBlocks(4, table=IQ4)),
-    *(SuperBlocks(4, 32, 32, 0, table=IQ4), tt.Codebook(tuple(torch.linspace(-1, 1, 200).tolist()), flat=False)),
+    SuperBlocks(4, 32, 32, 0, table=IQ4),
+    *(tt.Codebook(tuple(torch.linspace(-1, 1, count).tolist()), flat=False) for count in (20, 64, 128, 200)),
 )
 
 
