@@ -29,7 +29,7 @@ SCHEMES = {
     "tables": SuperBlocks(4, 32, 32, 0, table=IQ4),
     "biased": Biased(4, (1, 64), torch.bfloat16),
     "biased, in 16 bits": Biased(4, (1, 64), torch.bfloat16, torch.bfloat16, bias_first=True),
-    "7 bits, biased, in 16 bits": Biased(7, (4, 32), torch.bfloat16, torch.bfloat16),
+    "7 bits, biased, in 16 bits": Biased(7, (2, 32), torch.bfloat16, torch.bfloat16),
     "8 bits, biased, in 16 bits": Biased(8, (1, 128), torch.float16, torch.float16, bias_first=True),
     "2 bits, biased in float32": Biased(2, (1, 16), torch.float32),
     "nvfp4": tt.nvfp4(),
