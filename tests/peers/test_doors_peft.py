@@ -225,6 +225,35 @@ def test_a_base_that_was_changed_while_merged_is_not_overwritten():
     assert (weight.dequantize() - wanted).norm() < 0.05 * wanted.norm()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_base_that_was_dequantized_while_merged(dtype):
+    adapter = adapted(tt.convert(built(), dtype=dtype), lora())
+    layer = adapter.get_base_model().model.layers[0].self_attn.q_proj
+    weight = layer.base_layer.weight
+    base = weight.dequantize().detach().clone()
+    adapter.merge_adapter()
+    tt.dequantize(adapter)
+    adapter.unmerge_adapter()
+    assert torch.equal(weight, base)
+    with torch.no_grad():
+        weight.mul_(2.0)
+    adapter.merge_adapter()
+    adapter.unmerge_adapter()  # PEFT's own subtraction: what was kept belongs to the first merge
+    assert (weight - 2.0 * base).norm() < 0.01 * weight.norm()
+
+
+def test_a_base_that_was_dequantized_and_changed_while_merged_is_not_overwritten():
+    adapter = adapted(built(), lora())
+    layer = adapter.get_base_model().model.layers[0].self_attn.q_proj
+    adapter.merge_adapter()
+    tt.dequantize(adapter)
+    with torch.no_grad():
+        layer.base_layer.weight.mul_(2.0)
+    wanted = layer.base_layer.weight - layer.get_delta_weight("default")
+    adapter.unmerge_adapter()
+    assert torch.equal(layer.base_layer.weight, wanted)
+
+
 def test_a_merge_that_fails_leaves_its_layer_as_it_was():
     adapter = adapted(adapted(built(), lora(), "a"), lora(), "b")
     layer = adapter.get_base_model().model.layers[0].self_attn.q_proj

@@ -45,8 +45,8 @@ class _Kept:
     """A parameter as it was before adapters were merged into it."""
 
     base: Tensor
-    merged: int = 0
-    """The checksum of the merged parameter; unmerging restores the base only if it still has that checksum."""
+    merged: set[int] = field(default_factory=set)
+    """The checksums of the merged parameter; unmerging restores the base only if it still has one of them."""
     is_known: bool = True
     """Whether the parameter was not changed by other code between two merges."""
     layers: int = 0
@@ -221,7 +221,7 @@ def _merge_into(layer: Any, held: dict[str, Weight], report: _Report, run: Calla
         if leaf in made:
             table[leaf].data = made[leaf]
         if leaf in kept:
-            kept[leaf].merged = _checksum(table[leaf])
+            kept[leaf].merged = _checksums(table[leaf])
     return answer
 
 
@@ -230,7 +230,7 @@ def _keep(kept: dict[str, _Kept], leaf: str, base: Tensor, shared: dict[int, _Ke
     if leaf not in kept:
         kept[leaf] = shared.setdefault(key, _Kept(base))
         kept[leaf].layers += 1
-    elif kept[leaf].merged != _checksum(base):
+    elif _checksum(base) not in kept[leaf].merged:
         kept[leaf].is_known = False
 
 
@@ -238,15 +238,18 @@ def _unmerge(original: Any) -> Any:
     @wraps(original)
     def unmerge(layer: Any, *args: Any, **kwargs: Any) -> Any:
         held, kept = _weights_of(layer), vars(layer).get(_KEPT, {})
-        if not held:  # no Weights, or plain values in their place: DoRA unmerges inside a merge
-            answer = original(layer, *args, **kwargs)
-            for leaf, one in kept.items():
-                parameters_of(layer.get_base_layer())[leaf].data.copy_(one.base)
-            return answer
-        if not layer.merged_adapters:
+        if not (held or kept) or not layer.merged_adapters:
             return original(layer, *args, **kwargs)
         table = parameters_of(layer.get_base_layer())
-        unchanged = {leaf: one.is_known and one.merged == _checksum(table[leaf]) for leaf, one in kept.items()}
+        unchanged = {leaf: one.is_known and _checksum(table[leaf]) in one.merged for leaf, one in kept.items()}
+        if not held:  # plain values in place of the Weights: they were dequantized, or DoRA unmerges inside a merge
+            answer = original(layer, *args, **kwargs)
+            for leaf in (leaf for leaf in kept if unchanged[leaf]):
+                table[leaf].data.copy_(kept[leaf].base)
+                kept[leaf].merged.add(_checksum(table[leaf]))  # for another layer over it, which unmerges it again
+            if _REPORT.get() is None:
+                vars(layer).pop(_KEPT)
+            return answer
         with _as_values(layer, held) as values:
             answer = original(layer, *args, **kwargs)
             made = {leaf: _encoded(one, values(leaf)) for leaf, one in held.items() if not unchanged.get(leaf)}
@@ -332,6 +335,12 @@ def _checksum(tensor: Tensor) -> int:
     for part in parts:
         found = zlib.crc32(part.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data, found)
     return found
+
+
+def _checksums(tensor: Tensor) -> set[int]:
+    """Return the checksums of the parts and of the values of a Weight, or the one of a plain tensor."""
+    forms = (tensor, _values(tensor), tensor.dequantize()) if isinstance(tensor, Weight) else (tensor,)
+    return {_checksum(one) for one in forms}
 
 
 def _collect(original: Any) -> Any:
