@@ -55,8 +55,10 @@ def new_folder(path: Path) -> Iterator[Path]:
         try:
             try:
                 temporary.mkdir()
-                with contextlib.suppress(FileNotFoundError):  # it may be closed to others, also while it is filled
-                    os.chmod(temporary, stat.S_IMODE(target.stat().st_mode))
+                if target.is_dir():  # it may be closed to others, also while it is filled
+                    mode = stat.S_IMODE(target.stat().st_mode)
+                    if mode != stat.S_IMODE(temporary.stat().st_mode):  # some file systems have no modes to change
+                        os.chmod(temporary, mode)
                 with held(temporary):
                     yield temporary
                 os.replace(temporary, target)
