@@ -22,7 +22,8 @@ inline bool is_level(const char* name) {
     return asked && !strcmp(asked, name);
 }
 }  // namespace emulated
-#define __builtin_cpu_supports(unit) (!(strcmp(unit, "avx512bf16") == 0 && emulated::is_level("avx512_vnni")))
+#define __builtin_cpu_supports(unit) \
+    (!((!strcmp(unit, "avx512bf16") || !strcmp(unit, "avx512vbmi")) && emulated::is_level("avx512_vnni")))
 #undef __get_cpuid_count
 #define __get_cpuid_count(leaf, subleaf, a, b, c, d) (*(d) = ~0u, 1)
 #define syscall(...) (emulated::is_level("avx512_amx") ? 0 : -1)

@@ -132,7 +132,8 @@ def test_codes_after_the_end_of_a_row_do_not_count(bits):
     scheme = Biased(bits, (1, 128), torch.float16, torch.float16)
     weight = tt.Weight.encode(rand(40, 100), scheme).to(torch.float32)
     parts, highest = weight.parts, (1 << bits) - 1
-    parts["scale"].fill_(40000 / highest), parts["bias"].fill_(0)  # fits; with the scale of the other rows it does not
+    parts["bias"].fill_(0)
+    parts["scale"].fill_(40000 / highest)  # the highest code fits; with the scale of the other rows it does not
     parts["scale"][::2] = 60000
     parts["qdata"].fill_(0xFF)
     parts["qdata"][::2] = 0

@@ -14,9 +14,9 @@ template <int A, bool FIRST, bool FEW, int M> void stepped_dots(const Layout& L,
     V sums[M][2] = {};
     int64_t k = 0;
     for (int64_t end = L.group; k < L.columns; end += L.group) {
-        const V by = every(*scale++), more = every(*bias++);
+        const V by = every(*scale++), more = every(*bias++), none = every(-0.0f);
         const auto decoded = [&](V level) __attribute__((always_inline)) {
-            return FIRST ? rounded_to<A>(rounded_to<A>(level + more) * by) : rounded_to<A>(rounded_to<A>(level * by) + more);
+            return value_of<A, FIRST>(level, FIRST ? more : none, by, every(1), FIRST ? none : more);
         };
         const Few few(INTEGERS, decoded);
         const auto add = [&](int64_t k, int64_t count, int a) __attribute__((always_inline)) {

@@ -177,10 +177,11 @@ template <int C> inline F values(const uint8_t* p) {
     return from_half(halves(p) << 8);
 }
 
-inline H to_bfloat16(F x) {  // to the nearest, halves to even
-    I bits = (I)x, rounded = ((bits + 0x7fff + ((bits >> 16) & 1)) >> 16) & 0xffff;
-    return narrow((bits & 0x7fffffff) > 0x7f800000 ? I{} + 0x7fc0 : rounded);
-}
+// To bfloat16, the upper halves of what this returns: to the nearest, halves to even; of numbers, and of nan without payload.
+inline I rounded_bits(F x) { return (I)x + 0x7fff + (((I)x >> 16) & 1); }
+inline I bfloat16_bits(F x) { return (rounded_bits(x) >> 16) & 0xffff; }
+
+inline H to_bfloat16(F x) { return narrow(((I)x & 0x7fffffff) > 0x7f800000 ? I{} + 0x7fc0 : bfloat16_bits(x)); }
 
 inline H to_half(F x) {
 #if defined(__F16C__)
@@ -196,15 +197,8 @@ inline H to_half(F x) {
 #endif
 }
 
-// As to_bfloat16, of numbers and of nan without payload: what decoding makes.
-inline I bfloat16_bits(F x) {
-    I bits = (I)x;
-    return ((bits + 0x7fff + ((bits >> 16) & 1)) >> 16) & 0xffff;
-}
-
 template <int A> inline F rounded_to(F x) {  // of numbers, and of NaN without payload
-    const I bits = (I)x;
-    if (A == BFLOAT16) return (F)((bits + 0x7fff + ((bits >> 16) & 1)) & (int32_t)0xffff0000);
+    if (A == BFLOAT16) return (F)(rounded_bits(x) & (int32_t)0xffff0000);
     return A == FLOAT16 ? from_half(to_half(x)) : x;
 }
 

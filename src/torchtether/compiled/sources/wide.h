@@ -14,7 +14,6 @@ inline V first_of(V v, int64_t count) { return (V)_mm512_maskz_mov_ps((1 << coun
 
 typedef int32_t J __attribute__((vector_size(64)));
 
-// To bfloat16, the upper halves of what this returns; of numbers, and of nan without payload.
 inline J rounded_bits(V v) { return (J)v + 0x7fff + (((J)v >> 16) & 1); }
 template <int D> inline __m256i halves_of(V v) {
     if (D == BFLOAT16) return _mm512_cvtepi32_epi16((__m512i)(rounded_bits(v) >> 16));
