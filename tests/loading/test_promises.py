@@ -368,16 +368,20 @@ def test_a_plan_for_tensors_of_another_kind_is_refused(saved, since, meta):
         assert meta or torch.equal(tensor, before[name])
 
 
-def test_what_a_plan_has_loaded_may_change_before_the_rest_is_loaded(saved):
+@pytest.mark.parametrize("ties", ["match", "file"])
+def test_what_a_plan_has_loaded_may_change_before_the_rest_is_loaded(saved, ties):
     _, folder = saved
     model = build(Tied, meta=True)
-    plan = tt.plan_load(model, folder)
+    if ties == "file":
+        tt.untie(model, "head.weight")
+    plan = tt.plan_load(model, folder, ties=ties)
     plan.apply(only="mid.*")
     tt.quantize(model, {"mid.weight": "int8"})
     plan.apply()
     plan.close()
     assert isinstance(model.mid.weight, tt.Weight)
     assert not model.emb.weight.is_meta
+    assert model.head.weight is model.emb.weight
 
 
 # -- ties that disagree -----------------------------------------------------------------------------------------------
