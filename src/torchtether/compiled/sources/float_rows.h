@@ -29,11 +29,12 @@ template <int M, int A> inline void gather_sums(V (*sums)[A], V* out) {
 
 // How `float_row` adds up, with scales S for M rows of inputs.
 template <int C, int S, int M, bool Z, bool G> struct Sums {
-    static constexpr bool adds = is_integer(C) && (Z || LIFT != 0), is_scaled = S != WHOLE && !G;  // scaled piece by piece
+    static constexpr bool adds = is_integer(C) && (Z || ARE_LIFTED), is_scaled = S != WHOLE && !G;  // scaled piece by piece
     static constexpr int64_t step = Decoder<C>::STEP, piece = floats_of<C, S>;
     static constexpr int64_t few = is_scaled ? piece / 32 : 4;
     static constexpr int A = M > 2 || few < 2 ? 1 : M == 2 || few == 2 ? 2 : 4;
-    V total[M], sums[M][A];
+    static constexpr int T = few < 2 && M <= 2 ? 2 : 1;  // where each addition would wait for the one before
+    V total[M][T], sums[M][A];
 
     // Adds the first `columns` of a span.
     inline __attribute__((always_inline)) void add(Decoder<C>& decoder, const uint8_t* codes, const float* scale, const float* low,
@@ -42,14 +43,14 @@ template <int C, int S, int M, bool Z, bool G> struct Sums {
         for (int64_t k = 0, i = 0; k < columns; k += piece, i += S != WHOLE) {
             V lift{}, by{}, add{};
             if (is_scaled || G) by = of_piece<C, S, FLOATS>(scale, i);
-            if (adds) lift = (Z ? of_piece<C, S, FLOATS>(low, i) : V{}) - every(LIFT);
+            if (adds) lift = (Z ? of_piece<C, S, FLOATS>(low, i) : V{}) - every(decoder.lift);
             if (G) add = of_piece<C, S, FLOATS>(after, i);
             float_dot<C, M, A, piece, adds, G>(decoder, codes, lift, by, add, x, across, k, sums);
             if (!is_scaled) continue;
             V part[M];
             gather_sums<M, A>(sums, part);
             for (int m = 0; m < M; m++) {
-                total[m] = fma(by, part[m], total[m]);
+                total[m][i % T] = fma(by, part[m], total[m][i % T]);
                 for (int a = 0; a < A; a++) sums[m][a] = V{};
             }
         }
@@ -90,9 +91,11 @@ template <int C, int S, int M, bool Z, bool G> void float_row(const Layout& L, c
         }
         found.add(decoder, runs_on ? codes : rest.bytes, scale, low, after, x, across, L.columns - whole * SPAN);
     }
-    if (!found.is_scaled) gather_sums<M, found.A>(found.sums, found.total);
+    V total[M];
+    if (found.is_scaled) gather_sums<M, found.T>(found.total, total);
+    else gather_sums<M, found.A>(found.sums, total);
     for (int m = 0; m < M; m++) {
-        if (S == WHOLE && !G) found.total[m] *= every(scale[0]);
-        totals[m * TILE] = decoder.found_nan() ? every(NAN) : found.total[m];
+        if (S == WHOLE && !G) total[m] *= every(scale[0]);
+        totals[m * TILE] = decoder.found_nan() ? every(NAN) : total[m];
     }
 }

@@ -18,6 +18,11 @@ struct RowOfLevels {
     bool runs_on;             // see rows.h
 };
 
+// Whether what is subtracted from all codes goes into their levels: where mapping codes takes one instruction.
+inline bool maps_offset(const Layout& L) {
+    return L.source == UINT8 && L.bits <= (HAS_VBMI ? 6 : 4) && offset_of_all(L) != 0;
+}
+
 bool has_levels(const Layout& L, int dtype) {
     if (L.is_flat || !(L.source == UINT8 || L.source == INT8 || L.is_whole)) return false;
     if (L.arithmetic != FLOAT32 && L.arithmetic != dtype && dtype != BFLOAT16) return false;  // its roundings are not done
@@ -179,11 +184,10 @@ template <int C, int S, int T> struct SpanInputs : LevelInputs {
             const RowsOfCodes rows = {own->codes, own->scale, own->low, bytes, stride, false, own->runs_on};
             integer_rows<C, S, M, AT_ONCE, false, T>(L, rows, in, m, scratch, totals);
         } else {
-            constexpr bool adds = LIFT != 0;  // to levels in any case
             const Decoder<C> decoder(L);
-            const auto row = own->has_after         ? float_row<C, S, M, true, true>
-                             : own->has_low || adds ? float_row<C, S, M, true, false>
-                                                    : float_row<C, S, M, adds, false>;
+            const auto row = own->has_after ? float_row<C, S, M, false, true>  // no scheme has both
+                             : own->has_low ? float_row<C, S, M, true, false>
+                                            : float_row<C, S, M, false, false>;
             row(L, own->codes, own->runs_on, own->scale, own->low, own->after, decoder, in, m, totals);
         }
     }
@@ -218,10 +222,15 @@ void levels_linear(const Layout& given, const Parts& P, const LevelInputs& in, i
                    void* out) {
     Layout L = given;  // of the levels
     if (!in.in_place) L.row_bytes = L.columns;
+    const bool maps = !in.in_place && maps_offset(L);
+    uint8_t mapped[64];
+    for (int code = 0; code < 64 && maps; code++) mapped[code] = (uint8_t)(code - (int)L.offset);
+    const uint8_t* meant = maps ? mapped : levels_of(L);
+    const bool is_offset = L.offset != 0 && !maps && !(in.in_place && in.adds_low);  // then the decoder subtracts it
     const bool flips = L.source == UINT8 && L.bits == 8;  // codes from -128 on
     const float lift = flips ? 128 : 0, step = L.is_whole ? L.step : 1, per_step = 1 / step;  // exact: a power of two
     const bool is_there = in.in_place || (L.source == INT8 && (in.takes_rests || L.columns % LANES == 0));
-    const bool is_lifted = flips || L.family == BIASED_FIRST || L.zero >= 0 || L.offset != 0;
+    const bool is_lifted = flips || L.family == BIASED_FIRST || L.zero >= 0 || is_offset;
     const bool adds_low = in.adds_low, is_shifted = !in.adds_after && (has_after(L) || (is_lifted && !adds_low));
     const bool adds = is_shifted || (in.adds_after && has_after(L));  // else 0 stays there
     const int64_t bytes = is_there ? 0 : StreamRow::bytes(L);
@@ -281,7 +290,7 @@ void levels_linear(const Layout& given, const Parts& P, const LevelInputs& in, i
             const uint8_t* lie = (const uint8_t*)P.codes + (first + i) * given.row_bytes;
             uint8_t* to = codes + i * bytes;
             if (flips) copy_flipped(lie, L.columns, to), lie = to;
-            else if (!is_there) lie = StreamRow::unpack(given, P, first + i, RowAt(L, first + i), levels_of(L), to);
+            else if (!is_there) lie = StreamRow::unpack(given, P, first + i, RowAt(L, first + i), meant, to);
             const int64_t from = i * wide;
             own[i] = {lie, scale + from, low + from, after + from, is_lifted, has_after(L), runs_on};
         }

@@ -44,7 +44,9 @@ inline bool has_zeros(const Layout& L) { return L.zero >= 0 || L.offset != 0; }
 template <int C, int S, int T> void fast_linear(const Layout& L, const Parts& P, const void* x, int64_t rows, int64_t stride,
                                         int dtype, const void* bias, void* out) {
     constexpr int64_t most = WIDE_ROWS && T == FLOATS ? 2 : 4;  // more rows of floats do not stay in the nearest cache
-    constexpr bool always = C == INT4 || C == UINT8, may = always || (C == INT8 && T != FLOATS);  // have zero points
+    constexpr bool folds = C == INT4 && T == FLOATS;  // what all codes are too large by, into the decoder
+    constexpr bool always = is_integer(C) && C != INT8 && !folds, may = always || folds || (C == INT8 && T != FLOATS);
+    const bool has_own = folds ? L.zero >= 0 : has_zeros(L);
     const Spans in = Spans::of<C, S, T>(L, x, dtype, rows, stride);
     const bool is_spread = are_spread(L);
     const int64_t each = is_spread ? in.stride : L.groups;
@@ -66,7 +68,7 @@ template <int C, int S, int T> void fast_linear(const Layout& L, const Parts& P,
                                      L.group >= L.columns, can_run_on<C, S, T>(L, (L.rows - end) * L.row_bytes)};
             for (int64_t m = 0, some; m < rows; m += some) {
                 some = rows - m >= 4 && most == 4 ? 4 : rows - m >= 2 ? 2 : 1;
-                if (always || has_zeros(L)) fast_rows<C, S, may, T>(L, own, end - first, decoder, in, m, some, scratch.data(), totals);
+                if (always || has_own) fast_rows<C, S, may, T>(L, own, end - first, decoder, in, m, some, scratch.data(), totals);
                 else fast_rows<C, S, always, T>(L, own, end - first, decoder, in, m, some, scratch.data(), totals);
                 for (int64_t i = 0; i < some; i++) {
                     float by = C == E4M3 ? 256 : 1;

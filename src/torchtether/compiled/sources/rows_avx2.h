@@ -184,14 +184,15 @@ template <int C, int S, int M, int R, bool Z, int T> inline __attribute__((alway
 //     float8: by way of float16. A code that is no number makes its row nan at the end.
 //     4-bit integers: a code becomes the end of 2**23, which is subtracted then.
 
-constexpr float LIFT = 0x1p23f;
+constexpr bool ARE_LIFTED = true;  // whether integers are too large by what a decoder says
 
 // What decoding needs besides the codes, and what it finds.
 template <int C> struct Decoder {
+    float lift;
     __m256i tables[4];  // byte i of each value
     __m256i largest = _mm256_setzero_si256();
 
-    explicit Decoder(const Layout& L) {
+    explicit Decoder(const Layout& L) : lift(0x1p23f + offset_of_all(L)) {
         for (int i = 0; C == TABLE4 && i < 4; i++) {
             uint8_t bytes[16], all[64];
             memcpy(all, L.table, sizeof all);
@@ -207,7 +208,7 @@ template <int C> struct Decoder {
 
     static constexpr int64_t STEP = is_nibbled(C) ? 64 : 32;  // columns
 
-    // STEP codes as vectors of values, float8 in units of 2**8. Integers are LIFT too large.
+    // STEP codes as vectors of values, float8 in units of 2**8. Integers are `lift` too large.
     inline void operator()(const uint8_t* codes, V* out) {
         const __m256i c = kept(line(codes));
         if constexpr (C == INT4) {

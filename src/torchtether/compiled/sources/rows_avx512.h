@@ -161,15 +161,16 @@ template <int C, int S, int M, int R, bool Z, int T> inline __attribute__((alway
 
 // -- rows of floats ---------------------------------------------------------------------------------------------------
 
-constexpr float LIFT = 0;  // how much integers are too large
+constexpr bool ARE_LIFTED = false;  // whether integers are too large by what a decoder says
 
 template <int C> struct Decoder {
+    static constexpr float lift = 0;
     __m512 table;
     __m256i largest = _mm256_setzero_si256();
 
     explicit Decoder(const Layout& L) {
-        const __m512 codes = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-        table = C == TABLE4 ? _mm512_loadu_ps(L.table) : codes;
+        const V codes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+        table = C == TABLE4 ? _mm512_loadu_ps(L.table) : (__m512)(codes - every(offset_of_all(L)));
     }
 
     bool found_nan() const {

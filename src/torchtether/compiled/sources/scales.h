@@ -14,6 +14,9 @@ template <int D> void copy_scales(const void* from, int64_t at, int64_t count, f
     }
 }
 
+// What all integers are too large by; 0 where there are zero points.
+inline float offset_of_all(const Layout& L) { return L.zero < 0 ? L.offset : 0; }
+
 template <bool SIGN> void negated_zeros(const void* from, int64_t at, int64_t count, float offset, float* to) {
     const uint8_t* p = (const uint8_t*)from + at;
     int64_t g = 0;

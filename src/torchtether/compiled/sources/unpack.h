@@ -2,6 +2,13 @@
 //
 // stream.cpp includes this in its own namespace.
 
+// Whether the processor has AVX-512 VBMI: those before Ice Lake have not.
+#if WIDE_ROWS
+const bool HAS_VBMI = __builtin_cpu_supports("avx512vbmi");
+#else
+constexpr bool HAS_VBMI = false;
+#endif
+
 #if defined(__AVX2__)
 struct Places {  // of 16 codes, 8 in each half: the two bytes that hold each, and the factor that moves it to their top
     alignas(32) uint8_t bytes[32];
@@ -38,9 +45,6 @@ template <int B, bool T> inline __m256i looked_up(const __m256i* tables, __m256i
 #endif
 
 #if WIDE_ROWS
-// Whether the processor has AVX-512 VBMI: those before Ice Lake have not.
-const bool HAS_VBMI = __builtin_cpu_supports("avx512vbmi");
-
 struct Lanes {  // of 8 bytes, with 8 codes each: the bytes that hold them, and how many bits are below each
     alignas(64) uint8_t bytes[64], shifts[64];
 };
