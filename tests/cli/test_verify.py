@@ -152,6 +152,30 @@ def test_pieces_give_what_whole_tensors_give(tmp_path_factory, kind, shape, is_t
     assert found.sqnr == pytest.approx(sqnr)
 
 
+KINDS = (torch.float32, torch.bfloat16, torch.complex64, torch.int64, torch.int32, torch.uint8, torch.bool)
+
+
+@pytest.mark.parametrize("mine", KINDS)
+@pytest.mark.parametrize("theirs", KINDS)
+@pytest.mark.parametrize("values", [[0, 1], [0, 3], [1, 2.5], [0, math.inf], [0, 2j]])
+def test_a_change_of_dtype_is_expected_where_it_keeps_values(tmp_path, mine, theirs, values):
+    source = torch.tensor(values, dtype=torch.complex128)
+    source = (source if theirs.is_complex else source.real).to(theirs)
+    made = (source if mine.is_complex or not theirs.is_complex else source.real).to(mine).contiguous()
+    save_file({"t": source}, tmp_path / "source.safetensors")
+    save_file({"t": made}, tmp_path / "made.safetensors")
+    report = verify_checkpoint(tmp_path / "made.safetensors", against=tmp_path / "source.safetensors")
+    kept = made.tolist() == source.tolist()  # Python compares numbers of all kinds exactly
+    assert (report.faults == ()) == kept
+
+
+def test_what_differs_in_bits_alone_is_said_to(tmp_path):
+    for name, zero in {"made": -0.0, "source": 0.0}.items():
+        save_file({"t": torch.tensor([zero])}, tmp_path / f"{name}.safetensors")
+    report = verify_checkpoint(tmp_path / "made.safetensors", against=tmp_path / "source.safetensors")
+    assert report.faults == ("t: its values are equal as float64, not bit for bit, but should be equal",)
+
+
 @pytest.mark.parametrize("one", [pytest.param(n, marks=[pytest.mark.slow] * (n not in FEW_IDS)) for n in QUANTIZED])
 def test_quantized_against_quantized_and_plain_against_quantized(tmp_path, one, monkeypatch):
     """Their pieces end at different places; decoded values are what they were decoded from."""

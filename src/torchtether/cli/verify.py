@@ -61,7 +61,8 @@ def verify_checkpoint(
     - stored copies of aliases must equal their owners;
     - quantized weights must be readable in their format, and decode to numbers that are finite in their dtype;
     - with ``against``, every name is compared with that checkpoint. A name on one side only, another shape, plain
-      values that differ from the source's in the same dtype, and errors beyond the bound of the scheme are faults.
+      values that differ from the source's in the same dtype, fractions or other values that an integer cannot have, and
+      errors beyond the bound of the scheme are faults.
 
     A large plain tensor is read in small pieces, and of a quantized one all parts. A whole tensor is in memory only if
     its values cannot be read in order, because the other checkpoint has it transposed, or if it exceeds a bound that
@@ -144,7 +145,8 @@ def _compare(checkpoint: Checkpoint, source: Checkpoint, faults: list[str], prog
             tick(checkpoint.nbytes(name))
             if not one.is_expected:
                 allowed = f"more than {one.scheme} allows" if one.scheme else "but should be equal"
-                faults.append(f"{name}: its values differ by up to {one.largest:.3g}, {allowed}")
+                what = f"differ by up to {one.largest:.3g}" if one.largest else "are equal as float64, not bit for bit"
+                faults.append(f"{name}: its values {what}, {allowed}")
             found.append(one)
     return sorted(found, key=lambda one: (one.sqnr, -one.largest, one.name))
 
@@ -185,15 +187,19 @@ def _measured(pieces: Iterable[Compared]) -> tuple[float, float, bool]:
     for mine, limits, theirs in pieces:
         one, two = _numbers(mine), _numbers(theirs)
         error = (one - two).abs()
-        error[(one == two) | (one.isnan() & two.isnan())] = 0
+        is_equal = (one == two) | (one.isnan() & two.isnan())
+        error[is_equal] = 0
         error[error.isnan()] = math.inf
         if limits is None:
-            is_expected &= same_bits(mine, theirs.to(mine.dtype))
+            if not mine.is_complex() and (theirs.is_complex() or not mine.is_floating_point()):
+                is_expected &= bool(is_equal.all())  # else fractions or imaginary parts would be dropped
+            if mine.is_complex() or not theirs.is_complex():
+                is_expected &= same_bits(mine, theirs.to(mine.dtype))
         else:
             is_expected &= bool((error <= limits.double() * (1 + 1e-6)).all())
         largest = max(largest, float(error.max()))
         noise += float(error.square().sum())
-        signal += float(two.square().nan_to_num(0, 0, 0).sum())
+        signal += float(two.abs().square().nan_to_num(0, 0, 0).sum())
     ratio = math.inf if noise == 0 else signal / noise  # 0 beside an infinite error
     sqnr = 10 * math.log10(ratio) if ratio > 0 else -math.inf
     return largest, sqnr, is_expected
@@ -202,7 +208,7 @@ def _measured(pieces: Iterable[Compared]) -> tuple[float, float, bool]:
 def _numbers(piece: Tensor) -> Tensor:
     if piece.dtype == torch.float4_e2m1fn_x2:  # torch computes nothing with it
         piece = piece.view(torch.uint8)
-    return torch.view_as_real(piece).flatten().double() if piece.is_complex() else piece.double()
+    return piece.to(torch.complex128) if piece.is_complex() else piece.double()
 
 
 # -- tensors as streams -----------------------------------------------------------------------------------------------
