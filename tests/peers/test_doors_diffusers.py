@@ -108,3 +108,57 @@ def test_offloading_to_the_disk_refuses_in_one_line_and_changes_no_tensor(model,
         apply_group_offloading(model, CPU, CPU, offload_type="leaf_level", offload_to_disk_path=str(tmp_path))
     assert "\n" not in str(caught.value)
     assert facts(model) == before
+
+
+CHANGES = {
+    "load": lambda model, path: tt.load(model, path),
+    "convert": lambda model, path: tt.convert(model, dtype=torch.bfloat16),
+    "quantize": lambda model, path: tt.quantize(model, "int8"),
+}
+
+
+def offload(model, folder):
+    """Offload each layer of ``model`` to a file in ``folder``; with ``None`` to pinned memory, with a stream."""
+    config = group_offloading.GroupOffloadingConfig(
+        onload_device=CPU, offload_device=CPU, offload_type=group_offloading.GroupOffloadingType("leaf_level"),
+        non_blocking=False, record_stream=False, low_cpu_mem_usage=True, stream=None if folder else Stream(),
+        offload_to_disk_path=folder and str(folder),
+    )  # fmt: skip
+    group_offloading._apply_group_offloading(model, config)
+
+
+@pytest.mark.parametrize(("verb", "to_disk"), [("quantize", False), *((verb, True) for verb in CHANGES)])
+@torch.no_grad()
+def test_a_change_under_groups_that_keep_the_old_values_is_refused(accelerator, verb, to_disk, tmp_path):
+    """Groups on a disk read their files at every forward, and those with a stream copy from pinned memory."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).requires_grad_(False)
+    tt.save(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), tmp_path / "other")
+    inputs = torch.ones(1, 8)
+    expected = model(inputs)
+    offload(model, tmp_path / "groups" if to_disk else None)
+    with pytest.raises(tt.ConversionError, match=rf"cannot {verb} under diffusers' group offloading.*old values"):
+        CHANGES[verb](model, tmp_path / "other")
+    if to_disk:
+        with pytest.raises(tt.CheckpointError, match="keeps its values in files"):
+            tt.save(model, tmp_path / "new")
+        assert not (tmp_path / "new").exists()
+    assert torch.equal(model(inputs), expected)
+
+
+@torch.no_grad()
+def test_a_load_into_memory_that_groups_with_a_stream_copy_stays(accelerator, tmp_path):
+    model, other = nn.Sequential(nn.Linear(8, 8)).requires_grad_(False), nn.Sequential(nn.Linear(8, 8))
+    tt.save(other, tmp_path)
+    offload(model, None)
+    tt.load(model, tmp_path)
+    assert torch.equal(model(torch.ones(1, 8)), other(torch.ones(1, 8)))
+
+
+@torch.no_grad()
+def test_a_change_under_groups_without_streams_stays(tmp_path):
+    model, twin = (Model().eval().requires_grad_(False) for _ in range(2))
+    tt.save(Model(), tmp_path)
+    apply_group_offloading(model, CPU, CPU, offload_type="leaf_level")
+    for change in CHANGES.values():
+        change(model, tmp_path), change(twin, tmp_path)
+        assert torch.equal(model(IDS), twin(IDS))

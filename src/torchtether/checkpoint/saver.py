@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from .._checks import check_callable, check_path, check_unicode, describe
 from ..errors import ArgumentError, CheckpointError, TieError
+from ..exchange.refusals import is_on_disk
 from ..files import CODES, HIDDEN, Pairs, check_writable, is_weight_view
 from ..formats import Contained, Writable, writable
 from ..geometry.blocks import blocks_of, has_values, is_strided
@@ -69,8 +70,9 @@ def save(
     A scheme that changes no value (``Plain``) is not recorded: its tensor is stored unchanged.
 
     Raises:
-        CheckpointError: a tensor has no values, keeps them in other tensors (a DTensor, a class of another library) or
-            has a dtype that the format lacks, two keys collide, the system cannot write, or another save does not end.
+        CheckpointError: a tensor has no values, keeps them in files (diffusers' offloading to a disk) or in other
+            tensors (a DTensor, a class of another library) or has a dtype that the format lacks, two keys collide, the
+            system cannot write, or another save does not end.
         TieError: tie records of Weights in a state dict tie names with different values; or ``format`` cannot record a
             view.
         SchemeError: ``format`` cannot store the scheme of a Weight, or its readers load only those of ``nn.Linear``.
@@ -93,10 +95,16 @@ def save(
 
 
 def as_saved(model: nn.Module | Mapping[str, Tensor]) -> nn.Module | Mapping[str, Tensor]:
-    """Return ``model``, without the wrapper of ``torch.compile``. Raise ArgumentError if it is no module or mapping."""
+    """Return ``model``, without the wrapper of ``torch.compile``.
+
+    Raise ArgumentError if it is no module or mapping, CheckpointError if diffusers keeps its values in files.
+    """
     if not isinstance(model, (nn.Module, Mapping)):
         what = f"is {describe(model)}, not a module or a state dict"
         raise ArgumentError(what, name="model", fix="Give one of these.")
+    if isinstance(model, nn.Module) and is_on_disk(model.modules()):
+        what = "diffusers' group offloading keeps its values in files, and its memory has none"
+        raise CheckpointError(what, name="model", fix="Save it before it is offloaded.")
     return uncompiled(model)
 
 

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +44,8 @@ def check_place(modules: Iterable[nn.Module], verb: str) -> None:
             f"cannot {verb} under accelerate's offloading: every forward would take the old values again",
             fix=f"Call accelerate.hooks.remove_hook_from_submodules(model), {verb}, then offload again.",
         )
+    if is_on_disk(modules) or any(group.stream is not None for group in _offloaded_groups(modules)):
+        refuse_groups(verb)
     for module in [module for module in modules if is_distributed(type(module))]:  # type: ignore[arg-type]
         if isinstance(module, nn.parallel.DistributedDataParallel):
             raise ConversionError(
@@ -69,6 +71,28 @@ def _is_offloaded(module: nn.Module) -> bool:
     for hook in hooks:
         hooks += getattr(hook, "hooks", ())  # of a SequentialHook, which may hold others
     return any(getattr(hook, "offload", False) is True for hook in hooks)
+
+
+def _offloaded_groups(modules: Iterable[nn.Module]) -> list[Any]:
+    """Return diffusers' groups of offloaded tensors (``ModuleGroup``) to which ``modules`` belong."""
+    registries = [vars(module).get("_diffusers_hook") for module in modules]
+    hooks = [hook for registry in registries for hook in getattr(registry, "hooks", {}).values()]
+    groups = [getattr(hook, "group", None) for hook in hooks]
+    return [group for group in groups if hasattr(group, "offload_to_disk_path")]
+
+
+def is_on_disk(modules: Iterable[nn.Module]) -> bool:
+    """Return whether diffusers keeps values of ``modules`` in files, outside of forward."""
+    return any(group.offload_to_disk_path is not None for group in _offloaded_groups(modules))
+
+
+def refuse_groups(verb: str) -> NoReturn:
+    """Raise ConversionError for a model with groups that keep the old values."""
+    raise ConversionError(
+        f"cannot {verb} under diffusers' group offloading to a disk or with a stream: every forward would take the old "
+        "values again",
+        fix=f"{verb.capitalize()} first, then offload.",
+    )
 
 
 @lru_cache(maxsize=1024)

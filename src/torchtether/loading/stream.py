@@ -12,6 +12,7 @@ from .._checks import describe_some
 from .._interruptions import Deferred
 from ..errors import LoadError, TetherError
 from ..exchange.exchange import Exchange
+from ..exchange.refusals import is_on_disk, refuse_groups
 from ..files import Batch
 from ..geometry.views import Shape
 from ..progress import Tick
@@ -56,6 +57,8 @@ def stream(
         (filled if step.in_place else new if is_meta else renewed).append(step)
         if not is_meta and step.is_encoded:
             encode_whole(step, given, tick)
+    if filled and is_on_disk(model.modules()):
+        refuse_groups("load")
     if filled or renewed:
         store.check_sizes()
     if plain or new or renewed or computed:
