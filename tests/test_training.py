@@ -1,7 +1,9 @@
 """What is trainable trains: an optimizer's update of a Weight is rounded stochastically, without a drift."""
 
 import copy
+import io
 import math
+import pickle
 import warnings
 from dataclasses import dataclass
 from functools import cache, partial
@@ -164,6 +166,28 @@ def test_data_of_what_is_trained_is_trained():
     for _ in range(50):
         weight.data.add_(-1e-3)
     assert (weight.dequantize() - before).mean().item() == pytest.approx(-0.05, abs=1e-2)
+
+
+def _reloaded(tensor):
+    saved = io.BytesIO()
+    torch.save({"state": tensor}, saved)
+    saved.seek(0)
+    return torch.load(saved, weights_only=True)["state"]
+
+
+@pytest.mark.parametrize("way", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one)), _reloaded])
+def test_a_copy_of_what_is_trained_is_trained_also_after_a_save(way):
+    """State of schedule-free optimizers, which would stay where it is after training was resumed."""
+    state = way(_trained(tt.int8()).detach().clone())
+    assert not state.requires_grad
+    before = state.dequantize()
+    torch.manual_seed(0)
+    for _ in range(50):
+        state.add_(-1e-3)
+    assert (state.dequantize() - before).mean().item() == pytest.approx(-0.05, abs=1e-2)
+    frozen = way(_trained(tt.int8()).requires_grad_(False).detach())
+    before = frozen.dequantize()
+    assert torch.equal(frozen.add_(-1e-3).dequantize(), before)
 
 
 @pytest.mark.parametrize("scheme", [tt.int8(), tt.int4(32, symmetric=True)], ids=["int8", "int4-symmetric"])

@@ -359,8 +359,10 @@ class Weight(Exporting):
         return super().__deepcopy__(memo)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        spec = json.dumps(self._spec.to_json(), sort_keys=True)
-        is_param = isinstance(self, torch.nn.Parameter)
+        record = self._spec.to_json()
+        if self.is_trained and not self.requires_grad:
+            record["trained"] = True  # state of an optimizer, such as the averages of a schedule-free one
+        spec, is_param = json.dumps(record, sort_keys=True), isinstance(self, torch.nn.Parameter)
         parts, float8 = to_pickle(self.parts)
         return rebuild_weight, (parts, float8, spec, self.requires_grad, is_param, self._cut, self._attributes())
 
@@ -388,7 +390,9 @@ def rebuild_weight(
     attributes: dict[str, Any],
 ) -> Weight:
     """Rebuild a Weight for pickle. The spec is JSON, so that this is the only callable that a pickle names."""
-    weight = Weight(from_pickle(parts, float8), WeightSpec.from_json(json.loads(spec)), cut=cut)
+    record = json.loads(spec)
+    made = WeightSpec.from_json(record).replace(trained=record.get("trained") is True)
+    weight = Weight(from_pickle(parts, float8), made, cut=cut)
     return weight._restore(requires_grad, is_param, attributes)
 
 
