@@ -148,6 +148,27 @@ def test_single_foreach_and_fused_optimizers_round_alike(dtype):
                 assert (a != b).float().mean() < 0.1
 
 
+@pytest.mark.parametrize("how", [{"foreach": False}, {"foreach": True}, {"fused": True}], ids=str)
+@pytest.mark.parametrize("scheme", [tt.int8(), tt.Mastered(tt.int8())], ids=["int8", "master"])
+def test_a_transposed_tie_takes_the_updates_of_both_names(scheme, how):
+    weight = _trained(scheme, (64, 64))
+    turned = torch.nn.Parameter(weight.detach().t())
+    before = weight.detach().t().clone().dequantize()
+    grads = torch.randn(64, 64), torch.randn(64, 64).t()  # strided as the parameters are, which fused ops need
+    weight.grad, turned.grad = grads
+    torch.optim.SGD([weight, turned], lr=0.1, **how).step()
+    wanted = before - 0.1 * (grads[0].t() + grads[1])
+    assert (turned.dequantize() - wanted).abs().max() < 3 * wanted.abs().max() / 127
+
+
+@pytest.mark.parametrize("scheme", [tt.int8(), tt.Mastered(tt.int8())], ids=["int8", "master"])
+def test_an_op_writes_frozen_parts_once_for_each_name(scheme):
+    weight = tt.Weight.encode(torch.randn(16, 64), scheme)
+    before = weight.dequantize()
+    torch._foreach_neg_([weight, weight.t()])
+    assert torch.equal(weight.dequantize(), before)
+
+
 def test_a_frozen_weight_and_its_copies_round_to_the_nearest():
     weight = _trained(tt.int8())
     state = torch.get_rng_state()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from ..._warnings import warn
 from ...errors import SchemeError, TrainingWarning
 from ...schemes import same_bits
 from ...torch_private.dispatching import schema_of, tree_map_only, written_by
-from ...torch_private.tensors import is_fake
+from ...torch_private.tensors import is_fake, storage_id
 from ..contents import decodes_to
 from ..dispatch import FOREIGN_WRITES, rule
 from ..products import decoding
@@ -50,14 +51,43 @@ def write(op: Any, *args: Any, **kwargs: Any) -> Any:
     if any(_master(weight) is not None for weight in written):
         return _write_in_float32(op, args, kwargs, is_update=False)
     decoded: dict[int, Tensor] = {}
+    first = _first_of_parts(written)
 
     def values(weight: Weight) -> Tensor:
-        return decoded.setdefault(id(weight), weight.values_of())
+        if id(weight) not in decoded:
+            one = first.get(id(weight), weight)
+            decoded[id(weight)] = weight.values_of() if one is weight else _turned(values(one), one, weight)
+        return decoded[id(weight)]
 
     plain_args, plain_kwargs = tree_map_only(Weight, values, (args, kwargs))
     op(*plain_args, **plain_kwargs)
-    _store([(weight, encode_like(weight, decoded[id(weight)])) for weight in written])
+    _store([(one, encode_like(one, decoded[id(one)])) for one in written if id(one) not in first])
     return args[0] if schema_of(op).returns else None
+
+
+def _first_of_parts(written: Sequence[Weight]) -> dict[int, Weight]:
+    """Return, by the id of each Weight over the parts of an earlier one (a transposed tie), that earlier one.
+
+    Decoded apart, each would have the updates of its own name only, and the one stored last would win.
+    """
+    if len(written) < 2 or torch.compiler.is_compiling():
+        return {}
+    found: dict[object, Weight] = {}
+    later: dict[int, Weight] = {}
+    for weight in written:
+        spec, parts = weight.spec, weight.parts.values()
+        if spec.scheme.transparent or any(is_fake(part) for part in parts):
+            continue
+        places = [(storage_id(part), part.storage_offset()) for part in parts]
+        one = found.setdefault((*places, spec.base, spec.dtype), weight)
+        if one is not weight:
+            later[id(weight)] = one
+    return later
+
+
+def _turned(values: Tensor, one: Weight, other: Weight) -> Tensor:
+    """Return ``values``, which are those of ``one``, in the order of dimensions of ``other`` over the same parts."""
+    return to_base(one.spec, values).permute(other.spec.order)
 
 
 @rule(*overloads(UPDATES, writes=True), kind="re-encoded")
@@ -79,10 +109,14 @@ def _write_in_float32(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *,
     """
     wide: dict[int, tuple[Tensor, Tensor]] = {}
     written = {id(tensor): tensor for tensor in written_by(op, args, kwargs, Tensor)}
+    weights = [tensor for tensor in written.values() if isinstance(tensor, Weight)]
+    first = _first_of_parts(weights)
 
     def widened(tensor: Tensor) -> Tensor:
-        made = tensor
-        if isinstance(tensor, Weight) and not tensor.scheme.transparent:
+        made, one = tensor, first.get(id(tensor))
+        if isinstance(tensor, Weight) and one is not None:
+            made = _turned(widened(one), one, tensor)
+        elif isinstance(tensor, Weight) and not tensor.scheme.transparent:
             spec, master = tensor.spec, _master(tensor) if id(tensor) in written else None
             dtype = torch.promote_types(spec.dtype, torch.float32)  # that of grads and state, as fused ops need
             dtype = dtype if master is None else torch.promote_types(dtype, master.dtype)
@@ -97,8 +131,7 @@ def _write_in_float32(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *,
     plain_args, plain_kwargs = tree_map_only(Tensor, widened, (args, kwargs))
     op(*plain_args, **plain_kwargs)
     encode = _encode_update if is_update else encode_like
-    weights = [tensor for tensor in written.values() if isinstance(tensor, Weight)]
-    _store([(weight, encode(weight, wide[id(weight)][1])) for weight in weights])
+    _store([(one, encode(one, wide[id(one)][1])) for one in weights if id(one) not in first])
     for key, tensor in written.items():
         held = tensor.values_of() if isinstance(tensor, Weight) and tensor.scheme.transparent else tensor
         if wide[key][1] is not held and not isinstance(held, Weight):
