@@ -186,6 +186,9 @@ def test_an_order_without_act_order_is_refused():
         ({"scale_dtype": torch.int8}, "must be one of torch.float32, torch.bfloat16, torch.float16, got torch.int8"),
         ({"scale_dtype": "float16"}, "scale_dtype must be one of .*, torch.float16, got 'float16'. Give one of them"),
         ({"narrow_range": True, "symmetric": False}, "narrow_range needs a symmetric scheme"),
+        ({"symmetric": "no"}, "symmetric must be True or False, got 'no'"),
+        ({"signed": None}, "signed must be True or False, got None"),
+        ({"reciprocal": 2}, "reciprocal must be True or False, got 2"),
         ({"act_order": True}, "act_order needs groups of columns"),
     ],
 )

@@ -167,6 +167,7 @@ def test_neighbours_keep_their_values_when_the_largest_one_moves_a_little():
         ({"block": (0, 8)}, "block must be"),
         ({"scale_dtype": torch.int8}, "scale_dtype must be one of torch.float32, .*, got torch.int8"),
         ({"arithmetic": torch.float64}, "arithmetic must be one of torch.float32, .*, got torch.float64"),
+        ({"bias_first": "no"}, "bias_first must be True or False, got 'no'"),
         ({"arithmetic": "bfloat16"}, "arithmetic must be one of .*, torch.bfloat16, .*, got 'bfloat16'"),
     ],
 )

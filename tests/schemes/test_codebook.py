@@ -175,6 +175,7 @@ def test_a_table_may_be_in_any_order():
         ({"table": (0.0, 2.0)}, "within"),
         ({"table": (0.0, float("nan"))}, "within"),
         ({"table": NF4, "block_size": 0}, "block_size must be a positive int, got 0"),
+        ({"table": NF4, "flat": "no"}, "flat must be True or False, got 'no'"),
         ({"table": NF4, "nested": True, "flat": False}, "nested needs flat blocks"),
     ],
 )

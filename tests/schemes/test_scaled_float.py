@@ -200,6 +200,7 @@ def test_halfway_values_go_to_the_even_code(element):
         ({"block": (1, 0)}, "block must be"),
         ({"scale_dtype": torch.float64}, "scale_dtype must be one of"),
         ({"scale_dtype": "float32"}, "scale_dtype must be one of torch.float32, .*, got 'float32'"),
+        ({"global_scale": "no"}, "global_scale must be True or False, got 'no'"),
         ({"scale_rounding": "up"}, "scale_rounding must be one of even, floor, rceil, got 'up'"),
         ({"global_scale": True}, "global_scale needs scale_dtype float8_e4m3fn"),
         ({"global_divides": True}, "global_divides needs global_scale"),

@@ -18,7 +18,7 @@ from .blocked import Blocked
 from .blocks import Block, Grid, check_block, check_finite, code_part, grid_over, source
 from .looking import is_true
 from .scales import cover_scale, divide, rounded_off, store_scale
-from .scheme import Part, Parts
+from .scheme import Part, Parts, check_flags
 from .search import FITS, SMALLEST, Search, find_scales
 from .unchanged import find_unchanged, find_zeros
 
@@ -73,6 +73,7 @@ class Affine(Blocked):
             raise SchemeError(f"bits must be an int from 1 to 8, got {self.bits!r}", name="Affine")
         check_block(self.block, "Affine")
         check_dtype(self.scale_dtype, SCALE_DTYPES, "scale_dtype", "Affine")
+        check_flags(self, "signed", "symmetric", "act_order", "narrow_range", "reciprocal")
         if self.narrow_range and (not self.symmetric or self.bits == 1):
             raise SchemeError("narrow_range needs a symmetric scheme of 2 bits or more", name="Affine")
         if not (isinstance(self.unit, float) and 2.0**-64 <= self.unit <= 2.0**64):

@@ -17,7 +17,7 @@ from .blocked import Blocked
 from .blocks import Block, Grid, check_block, check_finite, code_part, grid_over
 from .looking import is_true
 from .scales import cover_scale, divide, rounded_off, smallest_scale, store_scale
-from .scheme import Part, Parts
+from .scheme import Part, Parts, check_flags
 from .search import FITS, SMALLEST, half_quadratic, least_squares
 from .stochastic import USED
 from .unchanged import find_unchanged
@@ -70,6 +70,7 @@ class Biased(Blocked):
             raise SchemeError(f"fit must be one of {', '.join((*FITS, 'hqq'))}, got {self.fit!r}", name="Biased")
         for name in ("scale_dtype", "arithmetic"):
             check_dtype(getattr(self, name), FLOATS, name, "Biased")
+        check_flags(self, "bias_first")
 
     @property
     def _steps(self) -> int:

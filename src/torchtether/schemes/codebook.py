@@ -30,7 +30,7 @@ from .looking import is_true
 from .nearest import half_gaps, nearest_code, nearest_codes
 from .nested import ARITHMETIC, nest, nesting_error, unnest
 from .scales import TINY, reciprocal
-from .scheme import Part, Parts
+from .scheme import Part, Parts, check_flags
 from .search import FITS, SMALLEST, Search, find_scales
 from .table_updates import TableUpdates
 
@@ -87,6 +87,7 @@ class Codebook(TableUpdates):
                 raise SchemeError(f"{name} must be a positive int, got {size!r}", name="Codebook")
         if self.fit not in FITS:
             raise SchemeError(f"fit must be one of {', '.join(FITS)}, got {self.fit!r}", name="Codebook")
+        check_flags(self, "flat", "nested")
         if self.nested and not self.flat:
             raise SchemeError("nested needs flat blocks", name="Codebook", fix="Use flat=True.")
         object.__setattr__(self, "_nearest", nearest_codes(self.table))  # here, not in compiled graphs

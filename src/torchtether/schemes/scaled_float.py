@@ -21,7 +21,7 @@ from .blocks import Block, Grid, check_block, check_finite, code_part, grid_over
 from .looking import is_true
 from .nearest import count_above
 from .scales import TINY, cover_scale, divide, raise_to, rounded_off, store_scale
-from .scheme import Part, Parts
+from .scheme import Part, Parts, check_flags
 from .tables import E2M1, E2M3
 from .unchanged import find_zeros
 
@@ -131,6 +131,7 @@ class ScaledFloat(Blocked):
             raise SchemeError(
                 f"scale_rounding must be one of {', '.join(ROUNDINGS)}, got {self.scale_rounding!r}", name=name
             )
+        check_flags(self, "global_scale", "global_divides")
         if self.global_scale and self.scale_dtype != torch.float8_e4m3fn:
             raise SchemeError(f"global_scale needs scale_dtype float8_e4m3fn, got {self.scale_dtype}", name=name)
         if self.global_divides and not self.global_scale:

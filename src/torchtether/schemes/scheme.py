@@ -44,6 +44,14 @@ class Part(NamedTuple):
     span: int
 
 
+def check_flags(scheme: Scheme, *fields: str) -> None:
+    """Raise SchemeError unless each of ``fields`` is a bool; "no" in the place of a flag would count as true."""
+    for field in fields:
+        value = getattr(scheme, field)
+        if not isinstance(value, int) or value not in (0, 1):
+            raise SchemeError(f"{field} must be True or False, got {value!r}", name=type(scheme).__name__)
+
+
 def check_encoded(scheme: Scheme, made: Parts, layout: Mapping[str, tuple[Shape, torch.dtype | None]]) -> None:
     """Raise SchemeError unless ``encode`` has made parts of the names, shapes and dtypes of ``layout``.
 
