@@ -394,6 +394,8 @@ def test_not_strict_still_refuses_what_does_not_fit_a_name_of_the_model(tmp_path
         lambda: tt.Concat(["q("], "qkv"),
         lambda: tt.Concat(["q"], r"\1.qkv"),
         lambda: tt.Concat(["q"], "qkv", groups=0),
+        lambda: tt.Concat({"q", "k"}, "qk"),
+        lambda: tt.Split("qk", {"q", "k"}),
         lambda: tt.Split("qkv", "q"),
         lambda: tt.Split("qkv", "q.{}", sizes=[1]),
         lambda: tt.Split("qkv", ["q", "k"], sizes=[1]),
