@@ -68,6 +68,8 @@ def test_an_optimizer_that_has_stepped_steps_again(make):
     with pytest.raises(tt.errors.OptimizerError):
         tt.materialize(other, optimizer=optimizer)
     assert other.weight.is_meta
+    with pytest.raises(tt.errors.OptimizerError):
+        tt.materialize(nn.Linear(4, 4), optimizer=optimizer)  # also where nothing is on meta
 
 
 def test_an_lstm_runs():

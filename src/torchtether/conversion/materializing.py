@@ -17,7 +17,7 @@ from .._checks import Model, as_device, as_module, check_callable, describe_some
 from .._warnings import warn
 from ..errors import ConversionError
 from ..exchange.exchange import Exchange
-from ..exchange.optimizer_state import Optimizers
+from ..exchange.optimizer_state import Optimizers, check_belongs, optimizers_of
 from ..geometry.blocks import is_strided
 from ..ties.components import Component, find_components, tie_of
 from ..ties.names import is_sharded, named_tensors
@@ -72,6 +72,7 @@ def materialize(
     loose, hidden = unregistered(model)
     plain = _plain_recipes(model, loose)
     if not work and not plain:
+        check_belongs(model, optimizers_of(optimizer))
         _warn_of_unregistered(loose)
         forget_recipes(model, hidden.values())
         return given
