@@ -106,6 +106,13 @@ def test_columns_of_zeros_and_of_one_large_number_have_scales_that_work():
         torch.testing.assert_close(scheme.decode(parts, (4, 16), torch.float32), w)
 
 
+def test_a_group_may_be_far_wider_than_the_matrix():
+    w, wide = laws.make((4, 16), "normal", 1), tt.sinq(4, 2**40)
+    parts, one_group = wide.encode(w), tt.sinq(4, None).encode(w)
+    assert parts.keys() == one_group.keys()
+    assert all(torch.equal(part, one_group[name]) for name, part in parts.items())
+
+
 def test_columns_that_large_inputs_meet_are_rounded_more_finely():
     """Outputs of inputs that are large where weights are small, as those of trained layers: half the error at most."""
     size = torch.logspace(-1, 1, 256)[torch.randperm(256, generator=torch.Generator().manual_seed(0))]

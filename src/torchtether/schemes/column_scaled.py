@@ -193,7 +193,8 @@ def _balanced(values: Tensor, width: int | None) -> Tensor:
     if values.numel() == 0:
         return torch.ones((), device=values.device).expand(*values.shape[:-2], columns)
     starts = range(0, math.prod(values.shape[:-1]), count)
-    scales = [_balance(values, start, start + count, width or columns) for start in starts]
+    width = min(width or columns, columns)  # a group may be wider than the matrix
+    scales = [_balance(values, start, start + count, width) for start in starts]
     return torch.stack(scales).view(*values.shape[:-2], columns)
 
 
