@@ -511,6 +511,8 @@ def test_encode_refuses_what_has_no_values_to_quantize():
         tt.Weight.encode(torch.arange(4), tt.int8())
     with pytest.raises(tt.SchemeError):
         tt.Weight.encode(torch.tensor(1.0), tt.int8())
+    with pytest.raises(tt.ArgumentError, match=r"^tie: is a str, not a tie\. "):
+        tt.Weight.encode(torch.zeros(2, 2), tt.int8(), tie="emb.weight")
 
 
 @pytest.mark.parametrize("row", SCHEMES, ids=lambda row: row.id)

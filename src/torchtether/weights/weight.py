@@ -121,6 +121,8 @@ class Weight(Exporting):
         if not isinstance(scheme, Scheme):
             fix = "Give one such as tt.int8()."
             raise ArgumentError(f"is {describe(scheme)}, not a scheme", name="scheme", fix=fix)
+        if not isinstance(tie, Tie | None):
+            raise ArgumentError(f"is {describe(tie)}, not a tie", name="tie", fix="Give a tt.Tie, or None.")
         if not values.is_floating_point() and not scheme.transparent:
             raise SchemeError(
                 f"a {values.dtype} tensor cannot be quantized", fix="Convert it to a floating-point dtype first."
