@@ -171,6 +171,10 @@ def test_refusals_of_the_place():
         pass
     with pytest.raises(ConversionError, match="lazy"), swapping():
         nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(2)).double()
+    scripted = torch.jit.script(nn.Linear(2, 2))
+    with pytest.raises(ConversionError, match=r"^model: is a RecursiveScriptModule, .*TorchScript"), swapping(scripted):
+        pass
+    assert not torch.__future__.get_swap_module_params_on_conversion()
 
 
 @pytest.mark.parametrize("before", [True, False])

@@ -27,6 +27,16 @@ _DESCRIBED = 8
 """The number of tensors whose holders are searched by name; each search walks the whole process."""
 
 
+def check_scripted(model: nn.Module) -> None:
+    """Raise ConversionError for a module of TorchScript, which holds its tensors and takes no hooks for loads."""
+    if isinstance(model, torch.jit.ScriptModule):
+        raise ConversionError(
+            f"is a {type(model).__name__}, and TorchScript holds its tensors",
+            name="model",
+            fix="Change the module before torch.jit.script or torch.jit.trace.",
+        )
+
+
 def check_place(modules: Iterable[nn.Module], verb: str) -> None:
     """Raise ConversionError if the surroundings forbid an exchange: inference mode, a wrapper, or offloading."""
     if torch.is_inference_mode_enabled():

@@ -29,7 +29,7 @@ from ..weights.spec import order_of
 from ..weights.weight import Weight
 from .exchange import LOCK
 from .optimizer_state import Optimizers, check_belongs, optimizers_of
-from .refusals import check_place
+from .refusals import check_place, check_scripted
 from .stock_call import StockCall
 
 _LOAD = "load_state_dict"
@@ -58,7 +58,8 @@ def swapping(model: nn.Module | None = None, *, optimizer: Optimizers = None) ->
         model: checked on entry. Needed for state dicts that lack aliases; the rest works for any model in the scope.
 
     Raises:
-        ConversionError: in ``inference_mode``, or for DDP, FSDP1, a forwarded FSDP2; and from the calls inside.
+        ConversionError: in ``inference_mode``, or for DDP, FSDP1, a forwarded FSDP2, a ScriptModule; and from the
+            calls inside.
         TieError: from a load inside, if its state dict gives tied names different values; nothing has changed.
         OptimizerError: the optimizer belongs to another model.
 
@@ -107,6 +108,7 @@ class _Swapping(ContextDecorator):
         if self._model is not None:
             check_place(self._model.modules(), "convert")
             check_belongs(self._model, optimizers)
+            check_scripted(self._model)
             stack.callback(self._model.register_load_state_dict_pre_hook(fill_aliases).remove)
         stack.enter_context(scope)
         stack.callback(scope.process.close)
