@@ -268,3 +268,29 @@ def test_an_error_that_was_caught_does_not_keep_the_model(tmp_path):
         assert held() is None
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize(
+    ("given", "held", "fits"),
+    [
+        (torch.uint8, torch.uint16, True),
+        (torch.bool, torch.uint64, True),
+        (torch.uint16, torch.int32, True),
+        (torch.uint32, torch.int64, True),
+        (torch.int64, torch.uint16, False),
+        (torch.uint64, torch.int64, False),
+        (torch.int8, torch.uint32, False),
+        (torch.uint16, torch.bool, False),
+    ],
+)
+def test_integers_are_loaded_where_all_of_their_values_fit(given, held, fits, tmp_path):
+    values, model = torch.tensor([0, 1, 1]).to(given), nn.Module()
+    model.register_buffer("steps", torch.zeros(3, dtype=held))
+    tt.save({"steps": values}, tmp_path / "a.safetensors")
+    if fits:
+        tt.load(model, tmp_path / "a.safetensors")
+        assert torch.equal(model.steps, values.to(held))
+    else:
+        with pytest.raises(tt.LoadError, match=rf"steps: the checkpoint has {given}, which {held} in the model cannot"):
+            tt.load(model, tmp_path / "a.safetensors")
+        assert model.steps.tolist() == [0, 0, 0]

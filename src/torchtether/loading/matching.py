@@ -22,7 +22,7 @@ from ..ties.components import Component, Member
 from ..weights.spec import order_of
 from ..weights.weight import Weight
 from .leftovers import check_copies, check_file_ties, check_leftovers, take_initial_values
-from .options import FLOATS, LoadOptions, fault
+from .options import FLOATS, INTEGERS, LoadOptions, fault
 from .steps import Draft, Source, Step, find_targets
 
 _CPU = torch.device("cpu")
@@ -215,7 +215,9 @@ def _dtype(held: Tensor, given: torch.dtype, asked: torch.dtype | None) -> torch
         return given
     both_complex = given.is_complex and held.dtype.is_complex
     both_whole = not any(d.is_complex or d.is_floating_point for d in (given, held.dtype))
-    if (both_complex or both_whole) and torch.promote_types(given, held.dtype) == held.dtype:
+    if both_complex and torch.promote_types(given, held.dtype) == held.dtype:
+        return held.dtype
+    if both_whole and _has_all_of(held.dtype, given):
         return held.dtype
     if (
         held.dtype.is_floating_point
@@ -226,6 +228,17 @@ def _dtype(held: Tensor, given: torch.dtype, asked: torch.dtype | None) -> torch
             f"the checkpoint has {given} and no scale that this package recognises, the model has {held.dtype}"
         )
     raise CheckpointError(f"the checkpoint has {given}, which {held.dtype} in the model cannot hold")
+
+
+def _has_all_of(held: torch.dtype, given: torch.dtype) -> bool:
+    """Return whether ``held`` is an integer dtype with every value of ``given``, an integer dtype or bool.
+
+    ``torch.promote_types`` raises an error for most pairs with uint16, uint32 or uint64.
+    """
+    if held not in INTEGERS or given not in (*INTEGERS, torch.bool):
+        return False
+    low, high = (0, 1) if given == torch.bool else (torch.iinfo(given).min, torch.iinfo(given).max)
+    return torch.iinfo(held).min <= low and high <= torch.iinfo(held).max
 
 
 # -- names that share memory ------------------------------------------------------------------------------------------

@@ -37,6 +37,11 @@ class LoadOptions:
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 """The dtypes between which a load converts values."""
 
+INTEGERS = (
+    torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64
+)  # fmt: skip
+"""The dtypes whose values a load may widen."""
+
 
 def fault(name: str, what: str) -> str:
     """Return the one-line fault ``what`` of the tensor or argument ``name``."""
