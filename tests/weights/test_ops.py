@@ -319,6 +319,16 @@ def _check_view(row, view):
     torch.testing.assert_close(weight.dequantize(), before, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("scheme", [tt.int8(), tt.Plain()], ids=str)
+def test_t_refuses_more_than_two_dimensions(scheme):
+    """As torch does for plain tensors, instead of reversing all dimensions."""
+    weight = tt.Weight.encode(rand(2, 3, 8), scheme)
+    with pytest.raises(tt.UnsupportedOpError, match=r"at most 2 dimensions, .* shape \(2, 3, 8\) has more"):
+        weight.t()
+    assert tt.Weight.encode(rand(8), scheme).t().shape == (8,)
+    assert weight.mT.shape == (2, 8, 3)
+
+
 @pytest.mark.parametrize("row", SCHEMES, ids=[row.id for row in SCHEMES])
 def test_linear_and_embedding_agree_with_decoded_values(row):
     weight = _weight(row.scheme)

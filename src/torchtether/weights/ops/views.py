@@ -54,6 +54,10 @@ def _cannot(op: Any, weight: Weight, why: str) -> UnsupportedOpError:
 
 @rule(aten.t.default)
 def t(op: Any, weight: Weight) -> Weight:
+    if weight.dim() > 2:
+        raise UnsupportedOpError(
+            f"{op} takes at most 2 dimensions, a Weight of shape {tuple(weight.shape)} has more", fix="Use .mT."
+        )
     return permute(op, weight, tuple(reversed(range(weight.dim()))))
 
 
