@@ -174,6 +174,23 @@ def test_init_is_called_once_per_module_children_first():
         tt.materialize(_meta(lambda: nn.Linear(2, 2)), init=lambda module: None)
 
 
+def test_a_seeded_init_draws_what_apply_draws():
+    def make():
+        return nn.Sequential(nn.Linear(2, 3), nn.Sequential(nn.Sequential(nn.Linear(3, 2)), nn.ReLU()), nn.Linear(2, 2))
+
+    def init(module):
+        for parameter in module.parameters(recurse=False):
+            nn.init.normal_(parameter)
+
+    expected = make()
+    torch.manual_seed(0)
+    expected.apply(init)
+    torch.manual_seed(0)
+    made = tt.materialize(_meta(make), init=init)
+    for name, parameter in made.named_parameters():
+        assert torch.equal(parameter, expected.get_parameter(name)), name
+
+
 def test_init_leaves_a_tied_tensor_to_its_owner_and_a_parent_has_the_last_word():
     with torch.device("meta"):
         model = nn.ModuleDict({"head": nn.Linear(4, 4), "deep": nn.ModuleDict({"emb": nn.Embedding(4, 4)})})

@@ -336,6 +336,15 @@ def _in_order(modules: Iterable[str], holders: dict[str, Any], owners: dict[int,
 
 
 def _children_first(modules: Iterable[str], holders: Iterable[str]) -> list[str]:
-    """Return the modules with new tensors in or below them, children first, the order of ``Module.apply``."""
+    """Return the modules with new tensors in or below them, children first, the order of ``Module.apply``.
+
+    ``modules`` are in the order of ``named_modules``, parents first. A seeded ``init`` draws the same numbers in both.
+    """
     above = {path[:end] for path in holders for end in (0, len(path), *(i for i, c in enumerate(path) if c == "."))}
-    return sorted((path for path in modules if path in above), key=lambda path: -(path.count(".") + bool(path)))
+    ordered: list[str] = []
+    parents: list[str] = []
+    for path in modules:
+        while parents and parents[-1] and not path.startswith(f"{parents[-1]}."):
+            ordered.append(parents.pop())
+        parents.append(path)
+    return [path for path in (*ordered, *reversed(parents)) if path in above]
