@@ -124,9 +124,7 @@ class Weight(Exporting):
         if not isinstance(tie, Tie | None):
             raise ArgumentError(f"is {describe(tie)}, not a tie", name="tie", fix="Give a tt.Tie, or None.")
         if not values.is_floating_point() and not scheme.transparent:
-            raise SchemeError(
-                f"a {values.dtype} tensor cannot be quantized", fix="Convert it to a floating-point dtype first."
-            )
+            raise SchemeError(f"a {values.dtype} tensor cannot be quantized", fix="Convert it to a float dtype first.")
         spec = WeightSpec.of(tuple(values.shape), values.dtype, scheme, tie)
         if isinstance(values, Weight):
             adopted = scheme.adopt(values.scheme, values.parts, spec.shape) if values.spec.is_contiguous else None
