@@ -75,7 +75,9 @@ class Deferred:
         """Restore the original handlers, then call those of waiting signals; raise what they raise."""
         try:
             while self._replaced:
-                signal.signal(self._replaced[-1], self._theirs[self._replaced[-1]])
+                number = self._replaced[-1]
+                if signal.getsignal(number) == self._caught:  # else the block has set another, which stays
+                    signal.signal(number, self._theirs[number])
                 self._replaced.pop()
         finally:  # a handler that is restored already may raise at any time
             if self._replaced:

@@ -285,6 +285,21 @@ def test_a_forked_process_can_convert(is_mine, scope):
             thread.join()
 
 
+@pytest.mark.parametrize("scope", [tt.swapping, tt.on_meta])
+def test_a_handler_that_is_set_inside_stays(scope):
+    came, before = [], signal.getsignal(signal.SIGTERM)
+    signal.signal(signal.SIGTERM, lambda number, frame: came.append("theirs"))
+    try:
+        with scope(), scope():
+            signal.signal(signal.SIGTERM, lambda number, frame: came.append("mine"))
+        signal.raise_signal(signal.SIGTERM)
+        with scope():
+            signal.raise_signal(signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert came == ["mine", "mine"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("verb", [to_double, to_weights])
 def test_real_signals(verb):
