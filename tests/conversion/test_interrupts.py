@@ -9,6 +9,7 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from torch.nn.modules import module as registration
 
 import torchtether as tt
 from tests.conversion.models import KINDS, kept, rig, snapshot
@@ -23,6 +24,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptio
 
 FINELY = ("exchange.py", "_interruptions.py", "quantizing.py", "converting.py")
 SAMPLES, MANY = 30, 100
+HOOKS = [f"_global_{kind}_registration_hooks" for kind in ("parameter", "buffer", "module")]
 
 
 def to_double(made, atomic):
@@ -298,6 +300,30 @@ def test_a_handler_that_is_set_inside_stays(scope):
     finally:
         signal.signal(signal.SIGTERM, before)
     assert came == ["mine", "mine"]
+
+
+def test_a_block_on_meta_leaves_nothing_switched():
+    """Neither the default device, nor hooks of modules, nor the generator's label, wherever it begins or ends."""
+
+    def block():
+        with tt.on_meta():
+            pass
+
+    def build():
+        with tt.on_meta():
+            return nn.Linear(2, 3)
+
+    def switched():
+        return torch.get_default_device(), torch.initial_seed(), [len(getattr(registration, name)) for name in HOOKS]
+
+    before, finely, came = switched(), ("building.py", "generators.py", "recording.py"), 0
+    for at in range(count_steps(block, finely)):
+        with nothing_held():
+            came += interrupted(block, at, finely)
+        assert switched() == before
+    assert came > MANY
+    one, other = tt.materialize(build()), tt.materialize(build())
+    assert not torch.equal(one.weight, other.weight)
 
 
 @pytest.mark.slow

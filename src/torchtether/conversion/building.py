@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ContextDecorator, ExitStack, contextmanager
+from types import FrameType
 from typing import Any
 
 from torch import nn
@@ -13,6 +14,7 @@ from torch.nn.modules import module as hooks
 from torch.nn.parameter import is_lazy
 
 from .._checks import describe_some
+from .._interruptions import Deferred
 from .._warnings import warn
 from ..torch_private.modules import buffers_of, parameters_of
 from .attributes import attributes_of
@@ -32,8 +34,7 @@ Inside such a context the models that the thread builds initialise their tensors
 """
 
 
-@contextmanager
-def on_meta() -> Iterator[None]:
+def on_meta() -> AbstractContextManager[None]:
     """Build modules on ``meta`` inside the block, and record how each of their tensors is computed.
 
     Like ``torch.device("meta")``, but ``materialize`` or ``load`` can restore exactly what the constructors computed
@@ -48,6 +49,43 @@ def on_meta() -> Iterator[None]:
     >>> norm.running_var.device.type, tt.materialize(norm).running_var
     ('meta', tensor([1., 1.]))
     """
+    return _OnMeta()
+
+
+class _OnMeta(ContextDecorator):
+    """The context manager of a block. No signal interrupts its steps, which switch what holds for the whole process."""
+
+    def __init__(self) -> None:
+        self._stacks: list[ExitStack] = []
+
+    def _recreate_cm(self) -> _OnMeta:
+        return _OnMeta()
+
+    def __enter__(self) -> None:
+        signals = Deferred(_is_switching)
+        with ExitStack() as stack:
+            stack.callback(signals.end)
+            signals.begin()
+            stack.enter_context(_recorded())
+            self._stacks.append(stack.pop_all())
+
+    def __exit__(self, *error: Any) -> None:
+        self._stacks.pop().__exit__(*error)
+
+
+_SWITCHING = {function.__code__ for function in (_OnMeta.__enter__, _OnMeta.__exit__)}
+
+
+def _is_switching(frame: FrameType | None) -> bool:
+    """Return whether a signal that arrives in ``frame`` must wait: a block begins or ends."""
+    while frame is not None and frame.f_code not in _SWITCHING:
+        frame = frame.f_back
+    return frame is not None
+
+
+@contextmanager
+def _recorded() -> Iterator[None]:
+    """Record inside the block, and give the modules that were built there their recipes at its end."""
     with _modules_built() as modules:
         with recording() as recorder:
             yield
