@@ -1,6 +1,8 @@
 """The wrapper of ``torch.compile`` is seen through: names have no prefix, and what is returned is the wrapper still."""
 
 import copy
+import sys
+import types
 
 import pytest
 import torch
@@ -132,3 +134,8 @@ def test_a_refit_takes_the_names_of_the_model(model, wrapper):
     report = tt.refit(wrapper, source)
     assert set(report.names) == set(source) - {"2.weight"}
     assert torch.equal(model[1].bias, source["1.bias"])
+
+
+def test_a_call_while_another_thread_imports_the_compiler(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch._dynamo.eval_frame", types.ModuleType("eval_frame"))
+    assert tt.find_ties(nn.Linear(2, 2)) == ()

@@ -25,8 +25,9 @@ def uncompiled(model: _Model) -> _Model:
     The wrapper puts ``_orig_mod.`` before every name, which no checkpoint and no rule has.
     """
     compiling = sys.modules.get("torch._dynamo.eval_frame")  # absent until something is compiled; importing it is slow
+    kind: Any = getattr(compiling, "OptimizedModule", ())  # absent while another thread imports that
     found: Any = model
-    return found._orig_mod if compiling and isinstance(model, compiling.OptimizedModule) else found  # type: ignore[no-any-return]
+    return found._orig_mod if isinstance(model, kind) else found  # type: ignore[no-any-return]
 
 
 _WRAPPED = "_checkpoint_wrapped_module"
