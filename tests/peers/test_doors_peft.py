@@ -487,3 +487,22 @@ else:
     raise AssertionError("merged")
 """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("library", ["transformers.modeling_utils", "peft"])
+def test_a_call_while_another_thread_imports_the_library(library):
+    code = f"""
+import importlib, sys, threading, warnings
+import torch, torchtether as tt
+from torch import nn
+warnings.simplefilter("ignore")
+thread = threading.Thread(target=lambda: importlib.import_module("{library}") and done.append(True))
+done = []
+thread.start()
+while thread.is_alive():
+    with tt.on_meta():
+        model = nn.Linear(64, 64)
+    tt.quantize(tt.materialize(model), "int8")
+assert done == [True], done
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)

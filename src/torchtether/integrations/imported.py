@@ -8,6 +8,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext, suppress
+from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 from torch import nn
@@ -23,16 +25,27 @@ NAMING = "transformers.conversion_mapping"
 """The module of transformers 5 that maps names in files; ``names_of_library`` needs it."""
 
 
+def _whole(name: str) -> ModuleType | None:
+    """Return a module of ``sys.modules`` when its import has ended, which another thread may have begun.
+
+    Until then names are missing in it, and an import of its submodules could make that of the other thread fail.
+    ``None`` if the import fails.
+    """
+    with suppress(ImportError):
+        return import_module(name)
+    return None
+
+
 def _tell_transformers(model: nn.Module, path: str) -> Callable[[], None] | None:
     """Attach each ``PreTrainedModel`` on the path from ``model`` to its module at ``path``.
 
     Return a function that undoes it; ``None`` if nothing was done.
     """
-    modeling: Any = sys.modules[_MODELING]
+    kind: Any = getattr(_whole(_MODELING), "PreTrainedModel", ())
     modules: list[Any] = [model]
     for name in path.split(".") if path else ():
         modules.append(getattr(modules[-1], name))
-    found = [module for module in modules if isinstance(module, modeling.PreTrainedModel)]
+    found = [module for module in modules if isinstance(module, kind)]
     try:
         from .transformers import attach  # its import prepares save_pretrained of models around this one, too
     except ImportError:  # an old transformers without custom quantizers
@@ -48,6 +61,7 @@ def _tell_transformers(model: nn.Module, path: str) -> Callable[[], None] | None
 
 def _tell_peft(model: nn.Module, path: str) -> None:
     """Let the layers of PEFT merge into Weights."""
+    _whole("peft")
     with suppress(ImportError):  # an unsupported version of PEFT
         from . import peft  # noqa: F401 - its import patches PEFT
 
@@ -58,7 +72,7 @@ LISTENERS = {"peft": _tell_peft, _MODELING: _tell_transformers}
 
 def _initialising_transformers() -> AbstractContextManager[None]:
     """Return a context inside which models of transformers 5 initialise on ``meta``; version 4 does so by itself."""
-    if not hasattr(sys.modules[_MODELING], "get_torch_context_manager_or_global_device"):
+    if not hasattr(_whole(_MODELING), "get_torch_context_manager_or_global_device"):
         return nullcontext()
     from .transformers_building import initialising
 
