@@ -625,6 +625,18 @@ def test_replaying_restores_the_default_dtype():
     assert torch.get_default_dtype() == torch.float32
 
 
+def test_layers_are_replayed_without_setting_the_default_dtype(monkeypatch):
+    """It holds in all threads: one that builds a layer meanwhile would get the wrong dtype."""
+    torch.set_default_dtype(torch.bfloat16)
+    with tt.on_meta():
+        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Embedding(4, 4), nn.Conv1d(4, 4, 1))
+        model.register_buffer("it", torch.arange(6.0).sin() + torch.full((6,), 0.5))
+    torch.set_default_dtype(torch.float32)
+    monkeypatch.setattr(torch, "set_default_dtype", None)
+    tt.materialize(model)
+    assert {tensor.dtype for tensor in model.state_dict().values()} == {torch.bfloat16, torch.int64}
+
+
 def test_the_compiler_is_not_imported():
     code = "import sys, torch, torchtether as tt\nwith tt.on_meta(): torch.nn.Linear(2, 2)\n"
     subprocess.run([sys.executable, "-c", code + "assert 'torch._dynamo' not in sys.modules"], check=True)

@@ -38,6 +38,7 @@ class RecordedOp:
 
     ``state`` is the state of a random generator, for an op that draws numbers from it. ``is_random`` if an op draws
     numbers that the record does not determine: those of the generator that the caller has seeded, or not.
+    ``default_dtype`` is ``None`` if the result does not depend on it.
     """
 
     op: str
@@ -45,7 +46,7 @@ class RecordedOp:
     kwargs: dict[str, Any]
     makes: tuple[tuple[int, Ref], ...]
     touches: frozenset[int]
-    default_dtype: torch.dtype
+    default_dtype: torch.dtype | None
     is_random: bool = False
     state: Ref | None = None
 

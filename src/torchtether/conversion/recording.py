@@ -104,7 +104,7 @@ class Recorder(TorchDispatchMode):
         return ref
 
     def _put(self, ref: Ref, const: Const) -> None:
-        self.program.append(RecordedOp("", (const,), {}, ((0, ref),), frozenset(), torch.get_default_dtype()))
+        self.program.append(RecordedOp("", (const,), {}, ((0, ref),), frozenset(), None))
 
     def overwrite(self, made: Tensor, value: Tensor | None) -> None:
         """Record that ``made``, on ``meta``, has the values of ``value`` from here on; ``None`` if they are unknown."""
@@ -113,7 +113,7 @@ class Recorder(TorchDispatchMode):
                 made.copy_(value)
             return
         memory = self.ref(made).memory
-        self.program.append(RecordedOp("", (), {}, (), frozenset({_NO_MEMORY}), torch.get_default_dtype()), [memory])
+        self.program.append(RecordedOp("", (), {}, (), frozenset({_NO_MEMORY}), None), [memory])
 
     def value_of(self, tensor: Tensor) -> Tensor | None:
         """Return the values that ``tensor`` would have on the CPU, for constructors that read them.
@@ -159,8 +159,17 @@ class Recorder(TorchDispatchMode):
         touched = {self.ref(x).memory for x in inputs if _is_meta(x)}
         changed = {self.ref(x).memory for x in written}
         makes = tuple((i, self.ref(x)) for i in new if (x := outputs[i]) is not None)
+        by_default = bool(makes)
+        if "dtype" in {argument.name for argument in schema_of(func).arguments}:
+            made = {ref.dtype for _, ref in makes}
+            if not inputs and kwargs.get("dtype") is None and len(made) == 1 and not any(x.is_complex for x in made):
+                kwargs = {**kwargs, "dtype": made.pop()}
+            by_default &= kwargs.get("dtype") is None
+        elif any(x.is_floating_point() for x in inputs):
+            by_default = False
         name = func.name() if "." in func.name().partition("::")[2] else f"{func.name()}.default"
-        self._append(name, args, kwargs, makes, touched, changed, torch.Tag.nondeterministic_seeded in func.tags)
+        draws = torch.Tag.nondeterministic_seeded in func.tags
+        self._append(name, args, kwargs, makes, touched, changed, draws, by_default)
 
     def _append(
         self,
@@ -171,8 +180,9 @@ class Recorder(TorchDispatchMode):
         touched: set[int],
         changed: set[int],
         draws: bool,
+        by_default: bool = False,
     ) -> None:
-        """Append the op ``name``; ``draws`` if it draws random numbers."""
+        """Append the op ``name``; ``draws`` if it draws random numbers, ``by_default`` if the default dtype matters."""
         state = self.generators.state_for(args, kwargs) if draws else None
         drawn = set() if state is None else {state.memory}
         step = RecordedOp(
@@ -181,7 +191,7 @@ class Recorder(TorchDispatchMode):
             tree_map(self._note, kwargs),
             makes,
             frozenset(touched | drawn),
-            torch.get_default_dtype(),
+            torch.get_default_dtype() if by_default else None,
             draws and state is None,
             state,
         )

@@ -26,12 +26,8 @@ class Replay:
         self._copies: dict[tuple[int, int], dict[Copy, torch.UntypedStorage]] = {}
         self._taken: set[int] = set()
         recipes = list(recipes)
-        before = torch.get_default_dtype()
-        try:
-            for program in {id(recipe.program): recipe.program for recipe in recipes}.values():
-                self._run(program, {recipe.ref.memory for recipe in recipes if recipe.program is program})
-        finally:
-            torch.set_default_dtype(before)
+        for program in {id(recipe.program): recipe.program for recipe in recipes}.values():
+            self._run(program, {recipe.ref.memory for recipe in recipes if recipe.program is program})
 
     def tensor(self, recipe: Recipe) -> Tensor:
         """Return the tensor of ``recipe``. Tensors of recipes over one memory share it, if they are of one copy."""
@@ -52,16 +48,13 @@ class Replay:
                 done.setdefault(number, []).append(memory)
         used = targets.union(*(program.steps[number].touches for number in numbers))
         for number in numbers:
-            with torch.no_grad():
+            with torch.no_grad(), _by_default(program.steps[number].default_dtype):
                 self._step(id(program), program.steps[number], used)
             for memory in done.get(number, ()):
                 self._memory.pop((id(program), memory), None)
 
     def _step(self, program: int, step: RecordedOp, used: set[int]) -> None:
         """Run ``step``, and keep its outputs over memories in ``used``; others may have another shape than on meta."""
-        if torch.get_default_dtype() != step.default_dtype:
-            torch.set_default_dtype(step.default_dtype)
-
         # numbers that a seed determines are drawn on the CPU: the same seed gives others on other devices
         device = self.device if step.state is None else torch.device("cpu")
         moved: list[tuple[Tensor, Tensor]] = []
@@ -112,6 +105,20 @@ class Replay:
 
     def _tensor(self, program: int, ref: Ref) -> Tensor:
         return _over(self._memory[program, ref.memory], ref, self.device)
+
+
+@contextmanager
+def _by_default(dtype: torch.dtype | None) -> Iterator[None]:
+    """Make ``dtype`` the default inside the block, unless it is ``None``: in all threads, so for few ops only."""
+    before = torch.get_default_dtype()
+    if dtype is None or dtype == before:
+        yield
+        return
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 @contextmanager
