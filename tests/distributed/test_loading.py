@@ -296,6 +296,29 @@ def test_a_rank_that_fails_makes_all_ranks_fail_with_its_message(paths, damage):
     assert "rank one's disk" in one
 
 
+def stops(path, broken):
+    """Load other values into real, sharded tensors, which rank ``broken`` stops; return the error and what changed."""
+    model = build()
+    tt.distributed.load(model, path)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.fill_(0.25)
+
+    def refuse(*_):
+        if dist.get_rank() == broken:
+            raise ValueError("rank one had enough")
+
+    with pytest.raises((ValueError, tt.LoadError)) as caught:
+        tt.distributed.load(model, path, progress=refuse)
+    return str(caught.value), any(bool((p.to_local() != 0.25).any()) for p in model.parameters())
+
+
+def test_a_rank_that_stops_while_tensors_are_filled_is_not_said_to_have_changed_nothing(paths):
+    one, _ = spawn(stops, 2, paths["float"], 1)
+    assert one[0].startswith("rank 1 failed: ValueError: rank one had enough. Load again on all ranks")
+    assert one[1]
+
+
 def differs(paths, folder):
     """Load other things on each rank, into sharded and whole models; return what is said."""
     rank, said = dist.get_rank(), []

@@ -112,9 +112,9 @@ def load(
             state = OptimizerLoad.find(model, optimizer, Path(path))
         stored = {} if not optimizer else {"optimizer": "not stored" if state is None else "stored"}
         _check_alike(ranks, work.outcome | stored)
-        with ranks.all_or_none(LoadError):
+        with ranks.all_or_none(LoadError, _AGAIN):
             report = work.read(progress)
-        with ranks.all_or_none(LoadError):
+        with ranks.all_or_none(LoadError, _AGAIN):
             work.finish()
             nbytes = 0 if state is None else state.read()
         if state is not None:
@@ -124,6 +124,9 @@ def load(
         for one in (work, state):
             if one is not None:
                 one.close()
+
+
+_AGAIN = "Load again on all ranks: the other ranks may have new values."
 
 
 def _outcome(draft: Draft) -> dict[str, str]:

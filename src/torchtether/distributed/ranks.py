@@ -43,8 +43,8 @@ class Ranks:
         return found
 
     @contextlib.contextmanager
-    def all_or_none(self, kind: type[TetherError]) -> Iterator[None]:
-        """Raise on every rank if the block raises on one: there its own error, elsewhere one of ``kind``.
+    def all_or_none(self, kind: type[TetherError], fix: str = "Nothing was done on the other ranks.") -> Iterator[None]:
+        """Raise on every rank if the block raises on one: there its own error, elsewhere one of ``kind``, with ``fix``.
 
         No rank may leave the block early otherwise, or wait inside it for a rank that may have failed.
         """
@@ -56,7 +56,7 @@ class Ranks:
             raise
         for rank, message in enumerate(self.gather("", kind)):
             if message:
-                raise kind(f"rank {rank} failed: {message}", fix="Nothing was done on the other ranks.")
+                raise kind(f"rank {rank} failed: {message}", fix=fix)
 
 
 def _describe_error(error: BaseException) -> str:
