@@ -172,6 +172,31 @@ def test_what_stops_one_rank_stops_all_before_the_first_change():
     spawn(refuses, 2)
 
 
+def stops():
+    """Refit from tensors that end early on rank 1; return what this rank says, and whether a value has changed."""
+    rollout = build(on_meta=False, quantize={})
+    with torch.no_grad():
+        for parameter in rollout.parameters():
+            parameter.fill_(0.25)
+
+    def arriving():
+        yield from one_model(3).state_dict().items()
+        if dist.get_rank() == 1:
+            raise ValueError("rank one had enough")
+
+    with pytest.raises(tt.LoadError) as caught:
+        tt.refit(rollout, arriving())
+    return str(caught.value), any(bool((p.to_local() != 0.25).any()) for p in rollout.parameters())
+
+
+def test_a_rank_that_stops_after_others_have_written_is_not_said_to_have_changed_nothing():
+    for text, is_changed in spawn(stops, 2):
+        assert "rank one had enough" in text
+        assert is_changed
+        assert "Nothing was done" not in text
+        assert "\n" not in text
+
+
 def lacks(folder):
     """Refit from a path that is absent on rank 1; return what this rank says."""
     rollout = build(on_meta=False, quantize={"emb.weight": "int8"})

@@ -374,7 +374,7 @@ def _install() -> None:
         original = getattr(save_and_load, name)
         if not hasattr(original, "__wrapped__"):
             wrapped = wrap_function(original)
-            for module in [one for path, one in sys.modules.items() if path.partition(".")[0] == "peft"]:
+            for module in [one for path, one in [*sys.modules.items()] if path.partition(".")[0] == "peft"]:
                 if vars(module).get(name) is original:
                     setattr(module, name, wrapped)
     wrappers: list[tuple[type, dict[str, Any]]] = [

@@ -193,7 +193,7 @@ class _Refit:
     def _write(self, change: Callable[[], None]) -> None:
         """Call ``change``; after an error undo it if possible, otherwise raise an error that says what was written."""
         try:
-            with self._target.together():
+            with self._target.together(is_undone=self.writer.is_atomic):
                 change()
                 self._signals.during(self.writer.finish)
                 self._signals.deliver()

@@ -57,9 +57,10 @@ class ShardedTarget(Target):
         """Return ``tensor`` as it is: this rank reads its own shard."""
         return tensor
 
-    def together(self) -> AbstractContextManager[None]:
-        """Return a context manager that raises on all ranks, or on none."""
-        return Ranks().all_or_none(LoadError)
+    def together(self, *, is_undone: bool = True) -> AbstractContextManager[None]:
+        """Return a context manager that raises on all ranks, or on none; ``is_undone`` if nothing is then done."""
+        ranks = Ranks()
+        return ranks.all_or_none(LoadError) if is_undone else ranks.all_or_none(LoadError, "")
 
 
 def _not_here(draft: Draft, checkpoint: HeldCheckpoint) -> dict[str, str]:

@@ -44,6 +44,6 @@ class Target:
         """Return ``tensor``, which has arrived by itself, for ``hold``: gathered from all ranks if it is sharded."""
         return self.hold({"": tensor}).read("") if is_sharded(tensor) else tensor
 
-    def together(self) -> AbstractContextManager[None]:
-        """Return a context manager that raises on all ranks, or on none."""
+    def together(self, *, is_undone: bool = True) -> AbstractContextManager[None]:
+        """Return a context manager that raises on all ranks, or on none; ``is_undone`` if nothing is then done."""
         return nullcontext()
