@@ -14,6 +14,7 @@ from torch.nn.modules import module as registration
 import torchtether as tt
 from tests.conversion.models import KINDS, kept, rig, snapshot
 from tests.interrupts import count_steps, interrupted, nothing_held
+from torchtether.conversion import building
 from torchtether.exchange.exchange import Exchange
 from torchtether.ties.components import find_components
 from torchtether.ties.records import find_ties
@@ -300,6 +301,19 @@ def test_a_handler_that_is_set_inside_stays(scope):
     finally:
         signal.signal(signal.SIGTERM, before)
     assert came == ["mine", "mine"]
+
+
+def test_a_signal_that_waits_while_a_block_on_meta_begins_comes_before_its_body(monkeypatch):
+    def recording():
+        signal.raise_signal(signal.SIGINT)
+        return stock()
+
+    stock, ran = building.recording, []
+    monkeypatch.setattr(building, "recording", recording)
+    with pytest.raises(KeyboardInterrupt), tt.on_meta():
+        ran.append(torch.get_default_device())
+    assert not ran
+    assert torch.get_default_device().type == "cpu"
 
 
 def test_a_block_on_meta_leaves_nothing_switched():

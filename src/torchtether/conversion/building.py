@@ -67,6 +67,7 @@ class _OnMeta(ContextDecorator):
             stack.callback(signals.end)
             signals.begin()
             stack.enter_context(_recorded())
+            signals.deliver()
             self._stacks.append(stack.pop_all())
 
     def __exit__(self, *error: Any) -> None:
