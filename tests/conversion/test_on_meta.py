@@ -625,6 +625,39 @@ def test_replaying_restores_the_default_dtype():
     assert torch.get_default_dtype() == torch.float32
 
 
+def test_results_that_depend_on_the_default_dtype_by_their_out_come_back():
+    """The dtype of ``out=`` is not that in which integers are divided."""
+
+    def make():
+        return torch.div(torch.arange(6), torch.tensor(7), out=torch.empty(6, dtype=torch.float32))
+
+    torch.set_default_dtype(torch.bfloat16)
+    expected = make()
+    with tt.on_meta():
+        model = Holder(make)
+    torch.set_default_dtype(torch.float32)
+    assert torch.equal(tt.materialize(model).it, expected)
+
+
+def test_ops_of_other_libraries_are_replayed_with_the_arguments_that_they_had():
+    """They may take a dtype without a name, and mean by one what they want."""
+    library = torch.library.Library("tether_recorded", "DEF")
+    try:
+        library.define("filled(int n, ScalarType dtype, Device device) -> Tensor")
+        library.define("counted(int n, *, ScalarType? dtype=None, Device device) -> Tensor")
+        filled = lambda n, dtype, device: torch.full((n,), 1.5, dtype=dtype, device=device)  # noqa: E731
+        counted = lambda n, *, dtype=None, device: torch.full((n,), 1 if dtype is None else 2, device=device)  # noqa: E731
+        library.impl("filled", filled, "CompositeExplicitAutograd")
+        library.impl("counted", counted, "CompositeExplicitAutograd")
+        ops, meta = torch.ops.tether_recorded, torch.device("meta")
+        with tt.on_meta():
+            one, other = Holder(lambda: ops.filled(3, torch.float32, meta)), Holder(lambda: ops.counted(3, device=meta))
+        assert tt.materialize(one).it.tolist() == [1.5] * 3
+        assert tt.materialize(other).it.tolist() == [1] * 3
+    finally:
+        library._destroy()
+
+
 def test_layers_are_replayed_without_setting_the_default_dtype(monkeypatch):
     """It holds in all threads: one that builds a layer meanwhile would get the wrong dtype."""
     torch.set_default_dtype(torch.bfloat16)

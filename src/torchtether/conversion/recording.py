@@ -7,6 +7,7 @@ memory, and the geometry over it.  So views need no steps, and the record keeps 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from numbers import Integral
 from typing import Any
@@ -159,14 +160,7 @@ class Recorder(TorchDispatchMode):
         touched = {self.ref(x).memory for x in inputs if _is_meta(x)}
         changed = {self.ref(x).memory for x in written}
         makes = tuple((i, self.ref(x)) for i in new if (x := outputs[i]) is not None)
-        by_default = bool(makes)
-        if "dtype" in {argument.name for argument in schema_of(func).arguments}:
-            made = {ref.dtype for _, ref in makes}
-            if not inputs and kwargs.get("dtype") is None and len(made) == 1 and not any(x.is_complex for x in made):
-                kwargs = {**kwargs, "dtype": made.pop()}
-            by_default &= kwargs.get("dtype") is None
-        elif any(x.is_floating_point() for x in inputs):
-            by_default = False
+        kwargs, by_default = _settled(func, kwargs, inputs, {ref.dtype for _, ref in makes})
         name = func.name() if "." in func.name().partition("::")[2] else f"{func.name()}.default"
         draws = torch.Tag.nondeterministic_seeded in func.tags
         self._append(name, args, kwargs, makes, touched, changed, draws, by_default)
@@ -217,6 +211,23 @@ class Recorder(TorchDispatchMode):
             return None
         args, kwargs = tree_map(lambda x: values.get(id(x), x) if isinstance(x, Tensor) else x, (args, kwargs))
         return func(*args, **kwargs)
+
+
+def _settled(
+    func: Any, kwargs: dict[str, Any], inputs: Sequence[Tensor], made: AbstractSet[torch.dtype]
+) -> tuple[dict[str, Any], bool]:
+    """Return ``kwargs``, with the dtype of a new tensor, and whether the result still depends on the default dtype.
+
+    ``made`` are the dtypes of new tensors. Ops of other libraries may read the default, or mean another by ``dtype``.
+    """
+    arguments = schema_of(func).arguments
+    if func.namespace != "aten" or any(argument.is_out for argument in arguments):  # one that is given says nothing
+        return kwargs, True
+    if "dtype" not in {argument.name for argument in arguments}:
+        return kwargs, bool(made) and not any(x.is_floating_point() for x in inputs)
+    if not inputs and kwargs.get("dtype") is None and len(made) == 1 and not any(x.is_complex for x in made):
+        kwargs = {**kwargs, "dtype": next(iter(made))}
+    return kwargs, bool(made) and kwargs.get("dtype") is None
 
 
 _FROM_DATA: dict[Any, int] = {torch.tensor: 0, torch.as_tensor: 0, torch.asarray: 0, Tensor.new_tensor: 1}
