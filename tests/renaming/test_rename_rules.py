@@ -425,3 +425,9 @@ def test_a_rule_is_a_value():
     assert anchored.inverse.source == r"^l\.(\d+)\.qk\.(weight|bias)$"
     assert anchored.inverse.targets == (r"h.\1.q.\2", r"h.\1.k.\2")
     assert anchored.inverse.inverse == anchored
+
+
+def test_the_keys_of_a_dictionary_have_an_order():
+    pieces = {"q": 1, "k": 2}
+    assert tt.Concat(pieces.keys(), "qk") == tt.Concat(["q", "k"], "qk")
+    assert tt.Split("qk", pieces.keys()) == tt.Split("qk", ["q", "k"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 
 from ..errors import RuleError
@@ -282,7 +281,7 @@ def _chunk(tensor: CompositeTensor, dim: int, i: int, count: int) -> CompositeTe
 
 
 def _take_many(rule: Concat | Split, field: str, texts: Sequence[str]) -> None:
-    if isinstance(texts, Iterable) and not isinstance(texts, (str, bytes, AbstractSet)):  # a set has no order
+    if isinstance(texts, Iterable) and not isinstance(texts, (str, bytes, set, frozenset)):  # a set has no order
         texts = tuple(texts)  # it may be a generator
     are_texts = isinstance(texts, tuple) and all(isinstance(text, str) for text in texts)
     if not are_texts or not texts or len(set(texts)) != len(texts):
