@@ -114,6 +114,7 @@ CHANGES = {
     "load": lambda model, path: tt.load(model, path),
     "convert": lambda model, path: tt.convert(model, dtype=torch.bfloat16),
     "quantize": lambda model, path: tt.quantize(model, "int8"),
+    "refit": lambda model, path: tt.refit(model, path),
 }
 
 

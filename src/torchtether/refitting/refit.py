@@ -17,6 +17,7 @@ from ..checkpoint.reader import Checkpoint
 from ..errors import ArgumentError
 from ..exchange.exchange import Atomic
 from ..exchange.optimizer_state import Optimizers, check_optimizer, optimizers_of
+from ..exchange.refusals import is_on_disk, refuse_groups
 from ..integrations.imported import names_of_library
 from ..loading.options import LoadOptions, fault
 from ..loading.report import raise_faults
@@ -82,6 +83,7 @@ def refit(
         LoadError: the source does not fit; ``faults`` lists everything.
         CheckpointError: a file is absent or damaged.
         OptimizerError: the optimizer does not belong to the model.
+        ConversionError: diffusers' group offloading keeps the values of the model in files.
 
     >>> import torch, torchtether as tt
     >>> trainer, rollout = torch.nn.Linear(4, 4), tt.quantize(torch.nn.Linear(4, 4), "int8")
@@ -95,6 +97,8 @@ def refit(
     model = as_module(model)
     if atomic not in ("checked", "full"):
         raise ArgumentError(f"is {atomic!r}, neither 'checked' nor 'full'", name="atomic")
+    if is_on_disk(model.modules()):
+        refuse_groups("refit")
     start = time.perf_counter()
     optimizers = optimizers_of(optimizer)
     if optimizers:
