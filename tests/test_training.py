@@ -578,3 +578,17 @@ def test_a_step_with_grads_that_are_not_finite_says_what_to_do(master):
     with pytest.raises(tt.SchemeError, match=r"in-place op on a Weight of shape \(64, 64\): 4096 .*skip steps"):
         optimizer.step()
     assert torch.equal(layer.weight.dequantize(), before)
+
+
+@pytest.mark.parametrize("scheme", ["int8", "nf4", tt.Mastered(tt.int8()), tt.Plain()], ids=str)
+@pytest.mark.parametrize("foreach", [False, True])
+def test_a_step_between_forward_and_backward_is_an_error(scheme, foreach):
+    """As of plain parameters: the gradient would be that of the new values."""
+    layer = tt.quantize(torch.nn.Linear(64, 8, bias=False), scheme)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, foreach=foreach)
+    inputs = torch.ones(2, 64, requires_grad=True)
+    layer(inputs).sum().backward()
+    loss = layer(inputs).square().sum()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()

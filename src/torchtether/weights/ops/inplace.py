@@ -62,6 +62,7 @@ def write(op: Any, *args: Any, **kwargs: Any) -> Any:
     plain_args, plain_kwargs = tree_map_only(Weight, values, (args, kwargs))
     op(*plain_args, **plain_kwargs)
     _store([(one, encode_like(one, decoded[id(one)])) for one in written if id(one) not in first])
+    _count(op, written)
     return args[0] if schema_of(op).returns else None
 
 
@@ -113,6 +114,8 @@ def _write_in_float32(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *,
     first = _first_of_parts(weights)
 
     def widened(tensor: Tensor) -> Tensor:
+        if id(tensor) in wide:
+            return wide[id(tensor)][1]
         made, one = tensor, first.get(id(tensor))
         if isinstance(tensor, Weight) and one is not None:
             made = _turned(widened(one), one, tensor)
@@ -126,12 +129,14 @@ def _write_in_float32(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *,
             made = tensor.values_of() if isinstance(tensor, Weight) else tensor
             if made.is_floating_point() and made.itemsize == 2:
                 made = made.float()
-        return wide.setdefault(id(tensor), (tensor, made))[1]
+        wide[id(tensor)] = tensor, made
+        return made
 
     plain_args, plain_kwargs = tree_map_only(Tensor, widened, (args, kwargs))
     op(*plain_args, **plain_kwargs)
     encode = _encode_update if is_update else encode_like
     _store([(one, encode(one, wide[id(one)][1])) for one in weights if id(one) not in first])
+    _count(op, weights)
     for key, tensor in written.items():
         held = tensor.values_of() if isinstance(tensor, Weight) and tensor.scheme.transparent else tensor
         if wide[key][1] is not held and not isinstance(held, Weight):
@@ -141,6 +146,17 @@ def _write_in_float32(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *,
 
 def _master(weight: Weight) -> Tensor | None:
     return None if weight.scheme.transparent else weight.scheme.master(weight.parts, weight.spec.base)
+
+
+def _count(op: Any, written: Sequence[Weight]) -> None:
+    """Raise the version counters of ``written``, by which autograd finds that a tensor it has saved was changed.
+
+    torch does so itself except for ``_foreach_*``, which count in the plain ops that they call.
+    """
+    if op.__name__.startswith("_foreach") and not torch.compiler.is_compiling():
+        for weight in written:
+            if not weight.is_inference():
+                torch.autograd.graph.increment_version(weight)
 
 
 def _store(encoded: list[tuple[Weight, dict[str, Tensor] | None]]) -> None:
