@@ -34,7 +34,7 @@ Inside such a context the models that the thread builds initialise their tensors
 """
 
 
-def on_meta() -> AbstractContextManager[None]:
+def on_meta() -> _OnMeta:
     """Build modules on ``meta`` inside the block, and record how each of their tensors is computed.
 
     Like ``torch.device("meta")``, but ``materialize`` or ``load`` can restore exactly what the constructors computed

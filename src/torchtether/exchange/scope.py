@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ContextDecorator, ExitStack, contextmanager, suppress
+from contextlib import ContextDecorator, ExitStack, contextmanager, suppress
 from functools import wraps
 from threading import get_ident
 from types import FrameType
@@ -35,7 +35,7 @@ from .stock_call import StockCall
 _LOAD = "load_state_dict"
 
 
-def swapping(model: nn.Module | None = None, *, optimizer: Optimizers = None) -> AbstractContextManager[None]:
+def swapping(model: nn.Module | None = None, *, optimizer: Optimizers = None) -> _Swapping:
     """Keep parameters attached while torch's own ``.to()``, ``.to_empty()`` or ``load_state_dict`` changes them.
 
     Parameters and buffers stay the same objects, with ties (object, view, buffer), grads, hooks of both kinds,
