@@ -202,6 +202,20 @@ def test_what_torch_computes_in_a_copy_of_the_weight_is_plain(row, compute, trai
 
 
 @few_schemes
+@pytest.mark.parametrize("trainable", [False, True])
+@pytest.mark.parametrize(
+    "transform",
+    [torch.func.jacrev, torch.func.jacfwd, lambda call: lambda x: torch.vmap(call)(torch.stack([x, 2 * x]))],
+    ids=["jacrev", "jacfwd", "vmap"],
+)
+def test_transforms_of_torch_func_decode_a_weight_that_they_capture(row, transform, trainable):
+    weight, x = tt.Weight.encode(rand(64, 64), row.scheme).requires_grad_(trainable), rand(64)
+    values = weight.detach().dequantize()
+    made = transform(lambda x: torch.einsum("oi,i->o", weight, x) + weight.dequantize()[0])(x)
+    torch.testing.assert_close(made, transform(lambda x: torch.einsum("oi,i->o", values, x) + values[0])(x))
+
+
+@few_schemes
 def test_out_of_an_op_that_looks_for_subclasses_is_written(row):
     weight = tt.Weight.encode(rand(64, 64), row.scheme)
     out = torch.full((), 7)

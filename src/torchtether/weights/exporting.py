@@ -1,9 +1,12 @@
-"""The values of a Weight outside of torch: lists, numpy arrays, DLPack."""
+"""The values of a Weight: with their gradient, and outside of torch as lists, numpy arrays and DLPack."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, Self
+
+import torch
+from torch import Tensor
 
 from ..errors import UnsupportedOpError
 from .wrapping import Wrapping
@@ -45,3 +48,22 @@ class Exporting(Wrapping):
     def apply_(self, callable: Callable[..., Any]) -> Self:
         """Raise UnsupportedOpError: torch would write to memory that a Weight does not have."""
         raise UnsupportedOpError("apply_ cannot write to a Weight", fix="Call .dequantize(), and copy_() the result.")
+
+
+class Dequantize(torch.autograd.Function):
+    """Decode a Weight that requires grad; the gradient of the values is the gradient of the Weight."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(weight: Any) -> Tensor:
+        values: Tensor = weight.values_of()
+        return values.clone() if weight.scheme.transparent else values
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return grad

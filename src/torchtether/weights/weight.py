@@ -18,7 +18,7 @@ from ..torch_private.dispatching import OpOverload, is_composite, is_foreign_wri
 from ..torch_private.observers import never_compiled
 from ..torch_private.tensors import any_requires_grad, as_plain, make_wrapper
 from .dispatch import ATTACHED, FOLDS, FOREIGN_WRITES, HOOKS, REFUSED, RULES, SHORTCUTS
-from .exporting import Exporting
+from .exporting import Dequantize, Exporting
 from .graph_cache_key import digest_of_code
 from .inner import from_pickle, to_pickle
 from .products import decoding
@@ -192,7 +192,7 @@ class Weight(Exporting):
         Values beyond the range of the dtype become infinite, as in any conversion; ``.to(torch.float32)`` keeps them.
         """
         if torch.is_grad_enabled() and self.requires_grad:
-            values: Tensor = _Dequantize.apply(self)
+            values: Tensor = Dequantize.apply(self)
             return values
         return self.values_of().clone() if self.scheme.transparent else self.values_of()
 
@@ -365,19 +365,6 @@ class Weight(Exporting):
         spec, is_param = json.dumps(record, sort_keys=True), isinstance(self, torch.nn.Parameter)
         parts, float8 = to_pickle(self.parts)
         return rebuild_weight, (parts, float8, spec, self.requires_grad, is_param, self._cut, self._attributes())
-
-
-class _Dequantize(torch.autograd.Function):
-    """Decode a Weight that requires grad; the gradient of the values is the gradient of the Weight."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: Weight) -> Tensor:
-        values = weight.values_of()
-        return values.clone() if weight.scheme.transparent else values
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
-        return grad
 
 
 def rebuild_weight(
