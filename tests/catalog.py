@@ -450,6 +450,12 @@ FUNCTIONS: dict[Any, Sample] = {
     **dict.fromkeys((torch.matrix_power, torch.linalg.matrix_power, torch.Tensor.matrix_power), _call(_square, 2)),
     torch.linalg.matrix_rank: _call(W),
     **dict.fromkeys((torch.hinge_embedding_loss, F.hinge_embedding_loss), _call(W, torch.ones(COLUMNS))),
+    **dict.fromkeys((torch.lerp, torch.Tensor.lerp), _call(rand(ROWS, COLUMNS), rand(COLUMNS), W)),
+    **dict.fromkeys((torch.addcdiv, torch.Tensor.addcdiv), _call(W, rand(ROWS, COLUMNS), rand(COLUMNS) + 3)),
+    torch.Tensor.lerp_: _call(W, rand(ROWS, COLUMNS), 0.5),
+    torch.Tensor.addcdiv_: _call(W, rand(ROWS, COLUMNS), rand(COLUMNS) + 3),
+    **dict.fromkeys((F.dropout, F.alpha_dropout, torch.dropout, torch.alpha_dropout), _call(W, 0.5, True)),
+    F.gumbel_softmax: _call(W),
     F.linear_cross_entropy: _call(
         *(rand(3, COLUMNS), W, torch.tensor([0, ROWS - 1, 3])), options=LinearCrossEntropyOptions()
     ),

@@ -216,6 +216,60 @@ def test_transforms_of_torch_func_decode_a_weight_that_they_capture(row, transfo
 
 
 @few_schemes
+@pytest.mark.parametrize("trainable", [False, True])
+@pytest.mark.parametrize(
+    "compute",
+    [
+        torch.lerp,
+        torch.Tensor.lerp,
+        lambda x, y, w: (1 * x).lerp_(y, w),
+        lambda x, y, w: torch.addcdiv(y, x, w),
+        lambda x, y, w: y.addcdiv(x, w, value=0.5),
+        lambda x, y, w: (1 * y).addcdiv_(x, w),
+        torch.compile(lambda x, y, w: torch.lerp(x, y, w) + (1 * y).lerp_(x, w), fullgraph=True, backend="aot_eager"),
+    ],
+    ids=["torch.lerp", "lerp", "lerp_", "torch.addcdiv", "addcdiv", "addcdiv_", "compiled"],
+)
+def test_a_gradient_that_torch_computes_in_a_copy_of_the_weight_is_exact(row, compute, trainable):
+    """Torch computes ``1 - weight`` and ``1 / weight`` of the formulas in place, in ``empty_like`` of it."""
+    torch.compiler.reset()
+    held = tt.Weight.encode(rand(64, 64) + 2, row.scheme).requires_grad_(trainable)
+    found = []
+    for weight in (held, held.dequantize().detach().requires_grad_(trainable)):
+        inputs = [rand(64, 64).requires_grad_(), (rand(64, 64) - 3).requires_grad_(), weight]
+        made = compute(*inputs)
+        found.append([made, *torch.autograd.grad(made.sum(), inputs if trainable else inputs[:2])])
+    for ours, plain in zip(*found, strict=True):
+        assert type(ours) is torch.Tensor
+        torch.testing.assert_close(ours, plain)
+
+
+@few_schemes
+@pytest.mark.parametrize("trainable", [False, True])
+@pytest.mark.parametrize(
+    "compute",
+    [
+        torch.nn.functional.dropout,
+        torch.nn.Dropout(0.3),
+        lambda x: torch.dropout(x, 0.3, True),
+        lambda x: torch.nn.functional.alpha_dropout(x, training=True),
+        lambda x: torch.alpha_dropout(x, p=0.3, train=True),
+        torch.nn.functional.gumbel_softmax,
+        lambda x: torch.nn.functional.gumbel_softmax(x, hard=True),
+    ],
+)
+def test_noise_on_a_weight_is_not_rounded_to_its_codes(row, compute, trainable):
+    weight = tt.Weight.encode(rand(64, 64), row.scheme).requires_grad_(trainable)
+    found = []
+    for x in (weight, weight.dequantize().detach().requires_grad_(trainable)):
+        torch.default_generator.manual_seed(5)
+        found.append(compute(x))
+        assert type(found[-1]) is torch.Tensor
+    torch.testing.assert_close(*found)
+    assert torch.nn.functional.dropout(weight, training=False) is weight
+
+
+@few_schemes
 def test_out_of_an_op_that_looks_for_subclasses_is_written(row):
     weight = tt.Weight.encode(rand(64, 64), row.scheme)
     out = torch.full((), 7)

@@ -113,11 +113,12 @@ def _refuse_weight(op: Any, out: object) -> None:
 DECODED = (
     *(torch.einsum, torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu),
     *(torch.matrix_power, torch.linalg.matrix_power, Tensor.matrix_power, torch.linalg.matrix_rank),
-    *(torch.hinge_embedding_loss, torch.nn.functional.hinge_embedding_loss),
+    *(torch.hinge_embedding_loss, torch.nn.functional.hinge_embedding_loss, torch.nn.functional.gumbel_softmax),
+    *(torch.lerp, Tensor.lerp, torch.addcdiv, Tensor.addcdiv),
 )
 """Functions that permute a Weight and split it, or repeat it for each matrix of a batch; those that compute in an
-``empty_like`` or a clone of it, which would round the result to codes; and one that leaves ``out=`` of any subclass
-unwritten."""
+``empty_like`` or a clone of it, which would round the result (or the gradient of another argument) to codes; and one
+that leaves ``out=`` of any subclass unwritten."""
 
 
 @rule(*DECODED, kind="decoded")
@@ -126,6 +127,32 @@ def decoded(op: Any, *args: Any, **kwargs: Any) -> Any:
     _refuse_weight(getattr(op, "__name__", op), kwargs.get("out"))
     args, kwargs = tree_map_only(Weight, Weight.dequantize, (args, kwargs))
     return op(*args, **kwargs)
+
+
+INTO_PLAIN = (Tensor.lerp_, Tensor.addcdiv_)
+
+
+@rule(*INTO_PLAIN, kind="re-encoded")
+def decoded_into(op: Any, written: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Run it on the decoded values, as ``decoded`` does, unless a Weight is written, as by the step of an optimizer."""
+    if not isinstance(written, Weight):
+        return decoded(op, written, *args, **kwargs)  # type: ignore[no-any-return]
+    with as_plain():
+        return op(written, *args, **kwargs)  # type: ignore[no-any-return]
+
+
+DROPOUTS = (torch.nn.functional.dropout, torch.nn.functional.alpha_dropout, torch.dropout, torch.alpha_dropout)
+
+
+@rule(*DROPOUTS, kind="decoded")
+def dropped(op: Any, *args: Any, **kwargs: Any) -> Any:
+    """Multiply decoded values by noise, which torch computes in an ``empty_like``; without noise, decode nothing."""
+    given = dict(zip(("input", "p", "training", "inplace"), args, strict=False)) | kwargs
+    training = given.get("train", given.get("training", op is torch.nn.functional.dropout))
+    if training and not given.get("inplace", False):
+        return decoded(op, *args, **kwargs)
+    with as_plain():
+        return op(*args, **kwargs)
 
 
 @rule(aten._cudnn_rnn_flatten_weight.default, kind="decoded")
@@ -174,6 +201,8 @@ _FUSED = (torch._transformer_encoder_layer_fwd, torch._native_multi_head_attenti
 """What modules in eval mode call instead of their parts; eager they do so for plain tensors only."""
 
 FOLDS.update(dict.fromkeys(DECODED, decoded))
+FOLDS.update(dict.fromkeys(INTO_PLAIN, decoded_into))
+FOLDS.update(dict.fromkeys(DROPOUTS, dropped))
 FOLDS.update(dict.fromkeys((torch.nn.functional.multi_head_attention_forward, *_FUSED), attention))
 
 
