@@ -270,6 +270,18 @@ def test_noise_on_a_weight_is_not_rounded_to_its_codes(row, compute, trainable):
 
 
 @few_schemes
+@pytest.mark.parametrize("trainable", [False, True])
+@pytest.mark.parametrize("shape", [(COLUMNS,), (COLUMNS, 5), (2, COLUMNS, 5), (2, 3, COLUMNS, 5)], ids=str)
+def test_a_product_has_the_strides_of_torch_s_own(row, shape, trainable):
+    torch.compiler.reset()
+    weight, x = _weight(row.scheme).requires_grad_(trainable), rand(*shape)
+    expected = weight.detach().dequantize() @ x
+    for made in (weight @ x, torch.compile(torch.matmul, fullgraph=True, backend="aot_eager")(weight, x)):
+        assert made.stride() == expected.stride()
+        torch.testing.assert_close(made.view(-1), expected.view(-1), rtol=1e-4, atol=1e-4)
+
+
+@few_schemes
 def test_out_of_an_op_that_looks_for_subclasses_is_written(row):
     weight = tt.Weight.encode(rand(64, 64), row.scheme)
     out = torch.full((), 7)

@@ -148,7 +148,8 @@ def matmul(op: Any, first: Any, second: Any, **kwargs: Any) -> Any:
             return op(first.flatten(0, -2), second).view(*first.shape[:-1], second.shape[1])
         if not kwargs and _is_matrix(first) and is_batch(second):
             columns = second.transpose(-1, -2)  # A @ B = (B.T @ A.T).T, so the rows of B.T make one matrix
-            return op(columns.flatten(0, -2), first.t()).view(*columns.shape[:-1], first.shape[0]).transpose(-1, -2)
+            made = op(columns.flatten(0, -2), first.t()).view(*columns.shape[:-1], first.shape[0])
+            return made.transpose(-1, -2).contiguous()  # as torch's own, of which callers take views
         if not kwargs and _is_matrix(second) and _is_repeated(second):
             return _packed(op(_packed(first), second))
         if not kwargs and _is_matrix(first) and _is_repeated(first) and second.dim() <= 2:
