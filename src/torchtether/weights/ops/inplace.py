@@ -62,7 +62,7 @@ def write(op: Any, *args: Any, **kwargs: Any) -> Any:
     plain_args, plain_kwargs = tree_map_only(Weight, values, (args, kwargs))
     op(*plain_args, **plain_kwargs)
     _store([(one, encode_like(one, decoded[id(one)])) for one in written if id(one) not in first])
-    _count(op, written)
+    _count_versions(op, written)
     return args[0] if schema_of(op).returns else None
 
 
@@ -136,7 +136,7 @@ def _write_in_float32(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *,
     op(*plain_args, **plain_kwargs)
     encode = _encode_update if is_update else encode_like
     _store([(one, encode(one, wide[id(one)][1])) for one in weights if id(one) not in first])
-    _count(op, weights)
+    _count_versions(op, weights)
     for key, tensor in written.items():
         held = tensor.values_of() if isinstance(tensor, Weight) and tensor.scheme.transparent else tensor
         if wide[key][1] is not held and not isinstance(held, Weight):
@@ -148,7 +148,7 @@ def _master(weight: Weight) -> Tensor | None:
     return None if weight.scheme.transparent else weight.scheme.master(weight.parts, weight.spec.base)
 
 
-def _count(op: Any, written: Sequence[Weight]) -> None:
+def _count_versions(op: Any, written: Sequence[Weight]) -> None:
     """Raise the version counters of ``written``, by which autograd finds that a tensor it has saved was changed.
 
     torch does so itself except for ``_foreach_*``, which count in the plain ops that they call.
