@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..torch_private.dispatching import tree_map_only
-from ..weights.products.chunks import is_slow
 from ..weights.weight import Weight
 
 _BASE_ATTRIBUTES = frozenset({"dtype", "device", "layout", "is_cuda", "is_cpu", "is_meta", "requires_grad", "data_ptr"})
@@ -179,7 +178,8 @@ def _of_one(x: Tensor, weight: AdaptedExperts) -> Tensor:
 
 
 def _low_rank(rows: Tensor, lhs: Tensor, rhs: Tensor, stops: list[int]) -> Tensor:
-    wide = torch.float32 if is_slow(rows) else rows.dtype
+    # torch keeps a compiled product of 16-bit floats for each number of rows: hundreds of MiB for these small factors
+    wide = torch.promote_types(rows.dtype, torch.float32) if rows.is_cpu else rows.dtype
     made: Tensor = _LowRank.apply(rows, lhs.to(wide).contiguous(), rhs.to(wide).contiguous(), stops)
     return made
 
