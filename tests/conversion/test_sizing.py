@@ -161,6 +161,15 @@ def test_what_cannot_be_planned_is_refused(changes, kind, what):
     assert "\n" not in str(raised.value)
 
 
+@pytest.mark.parametrize("value", ["nan", "inf"])
+def test_inputs_that_are_not_finite_are_refused(value):
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    inputs = torch.ones(2, 64)
+    inputs[1, 3] = float(value)
+    with pytest.raises(tt.ArgumentError, match=r"^inputs: the layer of 0\.weight is given values that are not finite"):
+        tt.plan_quantize(model, bits=5, inputs=[torch.ones(2, 64), inputs])
+
+
 def test_values_are_needed_and_must_be_finite():
     with torch.device("meta"):
         model = Tied()

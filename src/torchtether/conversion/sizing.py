@@ -126,7 +126,8 @@ def plan_quantize(
     weights that have been tried.
 
     Raises:
-        ArgumentError: not exactly one size is given, it is not a size or too small, or a weight is on ``meta``.
+        ArgumentError: not exactly one size is given, it is not a size or too small, a weight is on ``meta``, or with
+            ``inputs`` a layer is given values that are not finite.
         RuleError: a glob or a scheme is unknown, or there is no weight to plan.
         SchemeError: no scheme fits a weight, or its values are not finite.
 
@@ -330,4 +331,8 @@ def _mean_squares(model: nn.Module, planned: Mapping[str, Tensor], inputs: Itera
     if is_empty:
         fix = "Give some; a generator can be used once only."
         raise ArgumentError("has no batches", name="inputs", fix=fix)
-    return {name: total / counts[name] for name, total in sums.items() if counts[name] and bool(total.isfinite().all())}
+    for name, total in sums.items():
+        if not bool(total.isfinite().all()):
+            fix = "Give batches for which the model computes finite values."
+            raise ArgumentError(f"the layer of {name} is given values that are not finite", name="inputs", fix=fix)
+    return {name: total / counts[name] for name, total in sums.items() if counts[name]}
