@@ -26,7 +26,8 @@ from torchtether.ties.names import named_tensors
 def bits(tensor):
     if isinstance(tensor, tt.Weight) and not tensor.scheme.transparent:
         return torch.cat([bits(part) for part in tensor.parts.values()])
-    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    flat = tensor.detach().resolve_conj().resolve_neg().flatten()
+    return flat.clone(memory_format=torch.contiguous_format).view(torch.uint8)  # an empty view may have any stride
 
 
 def assert_same(one, other, *, strides=True):
