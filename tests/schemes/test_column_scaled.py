@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 from torch.nn import functional as F
 
 import torchtether as tt
@@ -133,6 +134,28 @@ def test_in_place_ops_keep_the_scales_of_columns():
     weight[2:5].mul_(3.0)
     weight.add_(0.25)
     assert torch.equal(weight.parts[COLUMNS], held)
+
+
+@pytest.mark.parametrize("shape", [(16, 64), (3, 16, 64)])
+@pytest.mark.parametrize("how", ["to_empty", "materialize"])
+def test_new_values_in_empty_memory_have_column_scales_of_their_own(how, shape):
+    def draw(module):
+        torch.manual_seed(5)
+        nn.init.normal_(module.weight)
+
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.ones(shape, device="cpu" if how == "to_empty" else "meta"))
+    tt.quantize(model, {"weight": tt.sinq(4, 32)})
+    if how == "to_empty":
+        with tt.swapping(model):
+            model.to_empty(device="cpu")
+        draw(model)
+    else:
+        tt.materialize(model, init=draw)
+    torch.manual_seed(5)
+    again = tt.Weight.encode(torch.randn(shape), tt.sinq(4, 32))
+    for name, part in model.weight.parts.items():
+        assert torch.equal(part, again.parts[name]), name
 
 
 def test_masters_go_around_it_and_nothing_else_in_it():

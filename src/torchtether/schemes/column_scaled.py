@@ -16,6 +16,7 @@ from ..geometry.views import Shape
 from . import blocks
 from .blocked import Blocked
 from .blocks import check_finite, pieces, rows, source
+from .looking import is_true
 from .scales import TINY
 from .scheme import Part, Parts, Scheme, row_unit
 
@@ -86,6 +87,12 @@ class ColumnScaled(Scheme):
         span = math.prod(shape[1:]) if len(shape) > 2 else 0
         return {**parts, COLUMNS: Part((*shape[:-2], shape[-1]), torch.float32, span)}
 
+    def empty(self, shape: Shape, dtype: torch.dtype, device: torch.device | str) -> dict[str, Tensor]:
+        """Return uninitialised parts with column scales of 0, which ``reencode`` does not keep."""
+        parts = super().empty(shape, dtype, device)
+        parts[COLUMNS].zero_()
+        return parts
+
     def encode(self, values: Tensor, *, like: Parts | None = None) -> dict[str, Tensor]:
         """Return the parts of ``values``; with ``like``, under the column scales of those parts."""
         values = source(values)
@@ -129,12 +136,17 @@ class ColumnScaled(Scheme):
         return (self.scheme.bound(inner, shape) + decoded * 2.0**-22) * scale
 
     def reencode(self, values: Tensor, held: Parts) -> dict[str, Tensor]:
-        """Return the parts of ``scheme.reencode`` under the held column scales; unchanged values keep their codes."""
+        """Return the parts of ``scheme.reencode`` under the held column scales; unchanged values keep their codes.
+
+        Where the held scales are those of empty parts (``to_empty``), they are computed anew.
+        """
         values = source(values)
         if values.is_meta:
             return self.encode(values)
-        made = self.scheme.reencode(self._divided(values, held), self._inner(held))
-        return {**made, COLUMNS: held[COLUMNS]}
+        divided = self._divided(values, held)
+        if not is_true(divided.isfinite().all(), unseen=True):  # nobody has set the scales yet, or ``values`` are not
+            return self.encode(values)
+        return {**self.scheme.reencode(divided, self._inner(held)), COLUMNS: held[COLUMNS]}
 
     def update(self, values: Tensor, held: Parts, *, shrink: bool = True) -> dict[str, Tensor] | None:
         values = source(values)
