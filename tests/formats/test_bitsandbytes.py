@@ -171,6 +171,14 @@ def test_what_it_has_no_words_for(scheme):
             write_it()
 
 
+def test_a_refusal_says_whether_the_name_or_the_dtype_is_wrong():
+    weight = tt.Weight.encode(random(4, 64), tt.nf4())
+    with pytest.raises(tt.SchemeError, match=r"^experts\.up: bitsandbytes .* whose name ends with 'weight'\. Deq"):
+        bitsandbytes.pack("experts.up", weight)
+    with pytest.raises(tt.SchemeError, match=r"^m\.weight: it is torch\.float64, .* only bfloat16, .*\. Call tt\.conv"):
+        bitsandbytes.pack("m.weight", weight.double())
+
+
 def test_one_config_cannot_say_two_kinds():
     specs = {"a": tt.Weight.encode(random(4, 64), tt.nf4()).spec, "b": tt.Weight.encode(random(4, 64), fp4()).spec}
     with pytest.raises(tt.SchemeError, match="differ in kind"):

@@ -341,9 +341,16 @@ def _kind(name: str, spec: WeightSpec) -> str:
             name=name,
             fix=f"Quantize with tt.nf4() or 'fp4', or for int8 with {_INT8_CALL}.",
         )
-    if spec.dtype not in _DTYPES.values() or not name.endswith("weight"):
+    if not name.endswith("weight"):
+        raise SchemeError(
+            "bitsandbytes stores only tensors whose name ends with 'weight'",
+            name=name,
+            fix="Dequantize it, or save in our own format.",
+        )
+    if spec.dtype not in _DTYPES.values():
         dtypes = ", ".join(_DTYPES)
-        raise SchemeError(f"it is {spec.dtype}, but bitsandbytes stores only {dtypes} under '*weight'", name=name)
+        fix = "Call tt.convert(model, dtype=torch.bfloat16) first."
+        raise SchemeError(f"it is {spec.dtype}, but bitsandbytes stores only {dtypes}", name=name, fix=fix)
     return kinds[scheme.table]
 
 
