@@ -39,6 +39,16 @@ def test_a_linear_by_itself():
     assert _schemes("nf4", nn.Linear(8, 8)) == {"weight": tt.nf4()}
 
 
+@pytest.mark.parametrize("attribute", ["num_experts", "total_experts", "num_routed_experts", "n_shared_experts"])
+def test_a_bare_scheme_means_experts_by_any_name_of_their_number(attribute):
+    """LongCat-Flash counts its experts as ``total_experts``, Inkling those that it shares as ``n_shared_experts``."""
+    sizes = {"up": (3, 16, 8), "one": (1, 8, 8), "two": (2, 8, 8), "matrix": (3, 8)}
+    model = nn.ParameterDict({name: torch.zeros(size) for name, size in sizes.items()})
+    model.is_of_experts, model.experts_per_token = True, 2
+    setattr(model, attribute, 3)
+    assert _schemes("int8", model) == {"up": tt.int8()}
+
+
 def test_the_first_glob_wins():
     assert _schemes({"mid.*": None, "*.weight": "int8", "*": "fp8"}, nn.ModuleDict({"mid": nn.Linear(8, 8)})) == {}
     rules = {"norm.*": None, "*.bias": None, "mid.weight": "fp8", "*": tt.int4(8)}

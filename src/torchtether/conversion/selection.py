@@ -108,14 +108,16 @@ def _weights_of(module: nn.Module) -> list[str]:
     """Return the names of the parameters of ``module`` that multiply its inputs.
 
     Those are the weight of ``nn.Linear``, the weight of transformers' ``Conv1D`` (a linear layer stored transposed),
-    and, in a module with ``num_experts``, parameters of 3 dimensions whose first size is that number.
+    and parameters of 3 dimensions whose first size is a number of experts that the module has: its ``num_experts``, or
+    another integer attribute whose name ends in ``experts`` (``total_experts``, ``n_shared_experts``).
     """
     parameters = {name: parameter for name, parameter in parameters_of(module).items() if parameter is not None}
     is_conv1d = (type(module).__module__, type(module).__name__) == ("transformers.pytorch_utils", "Conv1D")
     if isinstance(module, nn.Linear) or is_conv1d:
         return [name for name in parameters if name == "weight"]
-    count = getattr(module, "num_experts", None)
-    return [name for name, p in parameters.items() if not is_lazy(p) and p.dim() == 3 and p.shape[0] == count]
+    counts = {getattr(module, "num_experts", None)}
+    counts.update(value for name, value in vars(module).items() if name.endswith("experts") and type(value) is int)
+    return [name for name, p in parameters.items() if not is_lazy(p) and p.dim() == 3 and p.shape[0] in counts]
 
 
 def _of_mapping(model: nn.Module, rules: Mapping[str, Scheme | str | None]) -> dict[str, Scheme | None]:
