@@ -69,6 +69,11 @@ def test_laws(scheme, w, data):
     )
 
 
+def test_the_bound_counts_that_float16_rounds_a_subnormal_scale():
+    """It moves the bias, which is in units of the scale, too."""
+    laws.check_bound(Biased(5, (1, 128), FP32, FP16, bias_first=True), torch.tensor([[0.006634], [0.002734]]))
+
+
 @every_scheme
 @pytest.mark.parametrize("shape", [(7, 40), (3, 5, 24), (2, 1, 16), (33,)], ids=str)
 @pytest.mark.parametrize("chunk", [1, 90])

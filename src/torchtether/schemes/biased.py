@@ -106,8 +106,9 @@ class Biased(Blocked):
         unit = step.abs() if self.bias_first else torch.ones_like(step)
         between = decoded / torch.where(step == 0, 1.0, step.abs()) if self.bias_first else (decoded + bias.abs())
         lost = torch.zeros_like(step)
+        scaled = bias.abs() + self._steps if self.bias_first else self._steps
         for dtype in {self.scale_dtype, self.arithmetic}:  # decoding rounds scale and bias once more
-            lost += rounded_off(step.abs(), dtype) * self._steps + rounded_off(bias.abs(), dtype) * unit
+            lost += rounded_off(step.abs(), dtype) * scaled + rounded_off(bias.abs(), dtype) * unit
         rounded = rounded_off(between, self.arithmetic) * unit + rounded_off(decoded, self.arithmetic)
         if self.fit != "range":  # values at the end codes may have been clipped by the search
             codes = unpack(parts["qdata"].reshape(grid.rows, -1), self.bits, grid.columns).view(shape)
