@@ -73,6 +73,27 @@ def test_gradients_pass_fused_experts(name):
     torch.testing.assert_close(*grads, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("is_trained", [False, True])
+def test_fused_experts_compile_with_their_values_and_gradients(dtype, is_trained):
+    """transformers calls an op of its own there, unless the dtype is bfloat16."""
+    model = tt.quantize(built(EXPERTS["gpt_oss"]()), {"*experts*_proj": "int8"}).requires_grad_(is_trained)
+    tt.convert(model, dtype=dtype)
+    torch._dynamo.reset()
+    found = []
+    for run in (torch.compile(model, backend="aot_eager", fullgraph=True), model):
+        x = model.get_input_embeddings().weight[IDS].detach().requires_grad_()
+        made = run(inputs_embeds=x, use_cache=False).logits
+        model.zero_grad()
+        made.float().square().sum().backward()
+        found.append([made, x.grad, *(p.grad for p in weights_of(model).values())])
+    assert all((p.grad is not None) is is_trained for p in weights_of(model).values())
+    tolerance = 1e-5 if dtype is torch.float32 else 1e-2
+    for one, other in zip(*found, strict=True):
+        if one is not None:
+            assert (one - other).norm() <= tolerance * other.norm()
+
+
 CONFIGS = {
     "tied": lambda: transformers.LlamaConfig(**SMALL, tie_word_embeddings=True),
     "untied": lambda: transformers.LlamaConfig(**SMALL, tie_word_embeddings=False),

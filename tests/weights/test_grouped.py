@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 import torchtether as tt
 from tests.catalog import SCHEMES
 from tests.fake_cuda import fake_cuda
+from torchtether.weights.dispatch import RULES
 
 GROUPS, OUT, IN = 5, 48, 64
 FITTING = [row for row in SCHEMES if 3 in row.ranks]
@@ -67,6 +68,16 @@ def test_a_trainable_weight_has_the_gradient_of_its_values():
     for used in (weight, plain):
         F.grouped_mm(rows, used.transpose(-2, -1), offs=offs).square().sum().backward()
     torch.testing.assert_close(weight.grad, plain.grad, rtol=1e-4, atol=1e-4)  # sums of another order, squared
+
+
+def test_gradients_of_frozen_matrices_that_an_op_returns_take_no_memory():
+    weight, rows, grad = experts(tt.int8()), torch.randn(9, IN), torch.randn(9, OUT)
+    offs = torch.tensor([2, 2, 5, 9, 9], dtype=torch.int32)
+    backward = RULES["transformers::grouped_mm_fallback_backward"]
+    of_rows, of_weight = backward(None, rows, weight.transpose(-2, -1), offs, grad)
+    assert is_near(of_rows, judge(grad, weight.dequantize(), offs), torch.float32)
+    assert of_weight.shape == (GROUPS, IN, OUT)
+    assert (of_weight.untyped_storage().nbytes(), of_weight.any()) == (4, False)
 
 
 @pytest.mark.usefixtures("cxx")

@@ -10,7 +10,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 import torchtether as tt
-from tests.catalog import BACKWARDS, COLLECTIVES, COLUMNS, FEW, OPS, ROWS, SCHEMES, each_op, few_schemes, rand, sample
+from tests.catalog import (
+    BACKWARDS,
+    COLLECTIVES,
+    COLUMNS,
+    FEW,
+    OF_LIBRARIES,
+    OPS,
+    ROWS,
+    SCHEMES,
+    each_op,
+    few_schemes,
+    rand,
+    sample,
+)
 from torchtether.weights.dispatch import KINDS, REFUSED, RULES
 from torchtether.weights.ops import values as values_module
 
@@ -67,7 +80,7 @@ def test_an_op_that_torch_defines_late_goes_by_its_name():
 
 
 def test_every_kind_of_rule_is_in_the_catalog():
-    assert set(OPS) | set(BACKWARDS) | set(COLLECTIVES) == set(RULES)
+    assert set(OPS) | set(BACKWARDS) | set(COLLECTIVES) | set(OF_LIBRARIES) == set(RULES)
     assert set(KINDS.values()) == {"lifted", "decoded", "re-encoded", "rewritten"}
     assert not set(RULES) & set(REFUSED)
 

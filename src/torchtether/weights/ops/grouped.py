@@ -304,3 +304,24 @@ def grouped_in_graph(rows: Tensor, offs: Tensor, parts: list[Tensor], weight: st
 @torch.library.register_fake("torchtether::grouped", lib=LIBRARY)  # type: ignore[untyped-decorator]
 def _fake_grouped(rows: Tensor, offs: Tensor, parts: list[Tensor], weight: str, is_transposed: bool) -> Tensor:
     return rows.new_empty(rows.shape[0], spec_from(weight).shape[1 if is_transposed else 2])
+
+
+# -- in graphs of transformers ----------------------------------------------------------------------------------------
+# Under the compiler its experts call these ops in place of F.grouped_mm, unless the dtype is bfloat16.
+
+
+@rule("transformers::grouped_mm_fallback")
+def of_transformers(op: Any, rows: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
+    """Return the product as ``F.grouped_mm`` does."""
+    return grouped_mm(aten._grouped_mm.default, rows, weight, offs)  # type: ignore[no-any-return]
+
+
+@rule("transformers::grouped_mm_fallback_backward")
+def gradients_of_transformers(
+    op: Any, rows: Tensor, weight: Tensor, offs: Tensor, grad: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of ``rows`` and of ``weight``; those of a frozen Weight are zeros that take no memory."""
+    if not isinstance(weight, Weight) or weight.requires_grad:
+        return _plain(op, rows, weight, offs, grad)  # type: ignore[return-value]
+    of_rows = grouped_mm(aten._grouped_mm.default, grad, weight.transpose(-2, -1), offs)
+    return of_rows, rows.new_zeros(()).expand(weight.shape)
