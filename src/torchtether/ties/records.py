@@ -117,7 +117,7 @@ def check_ties(model: nn.Module, expected: Iterable[Tie] | None = None) -> None:
             if name in claimed and not _equivalent(claimed[name], tie):
                 raise TieError(f"two records disagree: {claimed[name]}, and {tie}", name=name, fix="Call tt.tie again.")
             claimed[name] = tie
-        _check_one(tie, components)
+        _check_one(tie, components, is_record=expected is None)
     if expected is not None:
         for component in components.values():
             live = None if component is None else tie_of(component)
@@ -128,8 +128,8 @@ def check_ties(model: nn.Module, expected: Iterable[Tie] | None = None) -> None:
                 )
 
 
-def _check_one(tie: Tie, components: Mapping[str, Component | None]) -> None:
-    """Raise TieError unless ``tie`` is live.
+def _check_one(tie: Tie, components: Mapping[str, Component | None], *, is_record: bool) -> None:
+    """Raise TieError unless ``tie``, which Weights record if ``is_record``, is live.
 
     ``components`` maps every name of the model to its component, or to ``None`` if it shares memory with no other.
     """
@@ -140,9 +140,9 @@ def _check_one(tie: Tie, components: Mapping[str, Component | None]) -> None:
     component = components[tie.owner]
     for name in tie.aliases:
         if component is None or components[name] is not component:
-            raise TieError(
-                f"is not tied to {tie.owner}, but recorded as tied", name=name, fix=how_to_tie(tie.owner, name)
-            )
+            fix = how_to_tie(tie.owner, name)
+            fix = f"{fix[:-1]}, or tt.untie(model, {name!r}) to forget it." if is_record else fix
+            raise TieError(f"is not tied to {tie.owner}, but recorded as tied", name=name, fix=fix)
     live = None if component is None else tie_of(component, tie.owner)
     assert live is not None  # a tie has two names, and all of them are in this component
     for name in live.names:
