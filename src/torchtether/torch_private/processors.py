@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import platform
 from typing import Any
 
 import torch
@@ -36,6 +37,15 @@ def has_fast_float16() -> bool:
         return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
     except (AttributeError, RuntimeError):
         return False
+
+
+def has_arm_bfloat16() -> bool:
+    """Return whether this is a 64-bit ARM processor on which oneDNN multiplies bfloat16 by vector instructions."""
+    try:
+        is_supported = bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    except (AttributeError, RuntimeError):
+        return False
+    return is_supported and platform.machine().lower() in ("aarch64", "arm64")
 
 
 def has_tiles() -> bool:

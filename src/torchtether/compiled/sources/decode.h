@@ -4,16 +4,15 @@
 
 // The codes in LANES / 2 bytes, low nibbles first.
 inline I nibbles(const uint8_t* p) {
-    I codes;
 #if defined(__AVX2__)
-    uint32_t word;
-    memcpy(&word, p, 4);
     const __m256i shifts = _mm256_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28);
-    codes = (I)_mm256_and_si256(_mm256_srlv_epi32(_mm256_set1_epi32((int)word), shifts), _mm256_set1_epi32(15));
+    return (I)_mm256_and_si256(_mm256_srlv_epi32(_mm256_set1_epi32(load<int32_t>(p)), shifts), _mm256_set1_epi32(15));
+#elif defined(__aarch64__)
+    const int32x4_t shifts = {0, -4, -8, -12};
+    return (I)vandq_u32(vshlq_u32(vdupq_n_u32(load<uint16_t>(p)), shifts), vdupq_n_u32(15));
 #else
-    for (int i = 0; i < LANES / 2; i++) codes[2 * i] = p[i] & 15, codes[2 * i + 1] = p[i] >> 4;
+    return I{p[0] & 15, p[0] >> 4, p[1] & 15, p[1] >> 4};
 #endif
-    return codes;
 }
 
 template <int C> inline F some_values(const uint8_t* row, int64_t k, const Table& table) {

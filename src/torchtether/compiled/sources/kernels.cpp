@@ -2,8 +2,8 @@
 //
 // It is compiled once for each level and kind of codes (-DLEVEL=avx2 -DCODES=INT8); module.cpp picks the level of the
 // processor, and checks every size, stride, dtype and address before. Vectors are the extension of GCC and clang, so that
-// it compiles for any processor; if the compiler may use AVX2, vectors.h adds instructions that the extension lacks, and
-// rows.h multiplies whole rows. Many rows of inputs are multiplied in blocks if the processor supports it: blocks.cpp.
+// it compiles for any processor; with AVX2, and on 64-bit ARM, vectors.h adds instructions that the extension lacks, and with
+// AVX2 rows.h multiplies whole rows. Many rows of inputs are multiplied in blocks if the processor supports it: blocks.cpp.
 //
 // decode: value = (code + zero) * scale * unit, each step rounded to float32 as in schemes/: the same bits.
 // linear: out[m][n] = unit * sum over groups of scale * (sum code * x - zero * sum x), rounded once.

@@ -44,6 +44,28 @@ template <int B, bool T> inline __m256i looked_up(const __m256i* tables, __m256i
 }
 #endif
 
+#if defined(__aarch64__)
+struct Halves {  // of 8 codes: the two bytes that hold each, and how many bits are below it
+    uint8_t bytes[16];
+    int16_t shifts[8];
+};
+
+constexpr Halves halves_of(int bits) {
+    Halves made = {};
+    for (int i = 0; i < 8; i++) {
+        made.bytes[2 * i] = i * bits / 8, made.bytes[2 * i + 1] = i * bits / 8 + 1;
+        made.shifts[i] = -(i * bits % 8);
+    }
+    return made;
+}
+
+template <int B> inline uint8x8_t eight_codes(const uint8_t* p) {
+    static constexpr Halves from = halves_of(B);
+    const uint16x8_t both = vreinterpretq_u16_u8(vqtbl1q_u8(vld1q_u8(p), vld1q_u8(from.bytes)));
+    return vmovn_u16(vandq_u16(vshlq_u16(both, vld1q_s16(from.shifts)), vdupq_n_u16((1 << B) - 1)));
+}
+#endif
+
 #if WIDE_ROWS
 struct Lanes {  // of 8 bytes, with 8 codes each: the bytes that hold them, and how many bits are below each
     alignas(64) uint8_t bytes[64], shifts[64];
@@ -97,6 +119,13 @@ template <int B, bool T> void unpack_codes(const uint8_t* p, const uint8_t* end,
         _mm_prefetch((const char*)p + 4096, _MM_HINT_T1);
         const __m256i codes = _mm256_packus_epi16(sixteen_codes<B>(p), sixteen_codes<B>(p + B));
         _mm256_storeu_si256((__m256i*)(to + done), looked_up<B, T>(tables, codes));
+    }
+#elif defined(__aarch64__)
+    uint8x16x4_t table = {};
+    if (T) memcpy(&table, meant, sizeof table);
+    for (; done < count && end - p >= B + 16; done += 16, p += 2 * B) {
+        const uint8x16_t codes = vcombine_u8(eight_codes<B>(p), eight_codes<B>(p + B));
+        vst1q_u8(to + done, !T ? codes : B <= 4 ? vqtbl1q_u8(table.val[0], codes) : vqtbl4q_u8(table, codes));
     }
 #endif
     for (; done < count; done += 8, p += B) {

@@ -2,11 +2,12 @@
 //
 // kernels.cpp includes this in its own namespace.
 
-#define WIDTH 32  // bytes of a vector, but in rows_avx512.h: elsewhere wider ones have gained nothing where they were measured
 #if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 #define FAST_ROWS 1
+#define WIDTH 32  // bytes of a vector, but in rows_avx512.h: elsewhere wider ones have gained nothing where they were measured
 #else
 #define FAST_ROWS 0
+#define WIDTH 16  // compilers keep vectors in memory that are wider than the processor's
 #endif
 #if FAST_ROWS && defined(__AVX512VNNI__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
 #define WIDE_ROWS 1  // rows of codes by vectors of 64 bytes
@@ -30,62 +31,33 @@ inline F all(float x) {  // F{} + x would add: -0.0 + 0.0 is not -0.0
 #if defined(__AVX__)
     return (F)_mm256_set1_ps(x);
 #else
-    F v;
-    for (int i = 0; i < LANES; i++) v[i] = x;
-    return v;
+    return F{x, x, x, x};
 #endif
 }
 
 // Widening and narrowing are spelled out, because the compilers take the extension's apart, element by element.
-inline I bytes(const uint8_t* p) {  // LANES of them
 #if defined(__AVX2__)
-    return (I)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p));
-#else
-    I v;
-    for (int i = 0; i < LANES; i++) v[i] = p[i];
-    return v;
-#endif
-}
-
-inline I signed_bytes(const uint8_t* p) {
-#if defined(__AVX2__)
-    return (I)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p));
-#else
-    I v;
-    for (int i = 0; i < LANES; i++) v[i] = (int8_t)p[i];
-    return v;
-#endif
-}
-
-inline H halves(const uint8_t* p) {  // LANES bytes
-#if defined(__AVX2__)
-    return (H)_mm_cvtepu8_epi16(_mm_loadl_epi64((const __m128i*)p));
-#else
-    H v;
-    for (int i = 0; i < LANES; i++) v[i] = p[i];
-    return v;
-#endif
-}
-
-inline I widen(H h) {
-#if defined(__AVX2__)
-    return (I)_mm256_cvtepu16_epi32((__m128i)h);
-#else
-    I v;
-    for (int i = 0; i < LANES; i++) v[i] = h[i];
-    return v;
-#endif
-}
-
+inline I bytes(const uint8_t* p) { return (I)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p)); }  // LANES of them
+inline I signed_bytes(const uint8_t* p) { return (I)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)); }
+inline H halves(const uint8_t* p) { return (H)_mm_cvtepu8_epi16(_mm_loadl_epi64((const __m128i*)p)); }  // LANES bytes
+inline I widen(H h) { return (I)_mm256_cvtepu16_epi32((__m128i)h); }
 inline H narrow(I v) {  // of 0 to 65535
-#if defined(__AVX2__)
     return (H)_mm_packus_epi32(_mm256_castsi256_si128((__m256i)v), _mm256_extracti128_si256((__m256i)v, 1));
-#else
-    H h;
-    for (int i = 0; i < LANES; i++) h[i] = (uint16_t)v[i];
-    return h;
-#endif
 }
+#elif defined(__aarch64__)
+inline uint8x8_t four(const uint8_t* p) { return vreinterpret_u8_u32(vdup_n_u32(load<uint32_t>(p))); }
+inline H halves(const uint8_t* p) { return (H)vget_low_u16(vmovl_u8(four(p))); }
+inline I widen(H h) { return (I)vmovl_u16((uint16x4_t)h); }
+inline H narrow(I v) { return (H)vmovn_u32((uint32x4_t)v); }
+inline I bytes(const uint8_t* p) { return widen(halves(p)); }
+inline I signed_bytes(const uint8_t* p) { return (I)vmovl_s16(vget_low_s16(vmovl_s8(vreinterpret_s8_u8(four(p))))); }
+#else
+inline I bytes(const uint8_t* p) { return I{p[0], p[1], p[2], p[3]}; }
+inline I signed_bytes(const uint8_t* p) { return I{(int8_t)p[0], (int8_t)p[1], (int8_t)p[2], (int8_t)p[3]}; }
+inline H halves(const uint8_t* p) { return H{p[0], p[1], p[2], p[3]}; }
+inline I widen(H h) { return I{h[0], h[1], h[2], h[3]}; }
+inline H narrow(I v) { return H{(uint16_t)v[0], (uint16_t)v[1], (uint16_t)v[2], (uint16_t)v[3]}; }
+#endif
 
 #if FAST_ROWS
 template <bool SIGN> inline W words(const uint8_t* p) {  // 2 * LANES bytes
@@ -97,6 +69,8 @@ template <bool SIGN> inline W words(const uint8_t* p) {  // 2 * LANES bytes
 inline F fma(F a, F b, F c) {
 #if defined(__FMA__)
     return (F)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__aarch64__)
+    return (F)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
 #else
     return a * b + c;
 #endif
@@ -104,7 +78,11 @@ inline F fma(F a, F b, F c) {
 
 // The first `count` values, and zeros.
 inline F first_of(F values, int64_t count) {
+#if WIDTH == 32
     const I lanes = {0, 1, 2, 3, 4, 5, 6, 7};
+#else
+    const I lanes = {0, 1, 2, 3};
+#endif
     return (F)((I)values & (lanes < I{} + (int32_t)count));
 }
 
@@ -142,6 +120,10 @@ struct Table {  // values[index & 15], lane by lane
         return (F)_mm256_blendv_ps(_mm256_permutevar8x32_ps(low, i), _mm256_permutevar8x32_ps(high, i),
                                    _mm256_castsi256_ps(_mm256_slli_epi32(i, 28)));
     }
+#elif defined(__aarch64__)
+    uint8x16x4_t t;
+    explicit Table(const float* p) { memcpy(&t, p, sizeof t); }
+    F operator()(I index) const { return (F)vqtbl4q_u8(t, (uint8x16_t)((index & 15) * 0x04040404 + 0x03020100)); }
 #else
     float t[16];
     explicit Table(const float* p) { memcpy(t, p, sizeof t); }
@@ -156,6 +138,8 @@ struct Table {  // values[index & 15], lane by lane
 inline F from_half(H h) {
 #if defined(__F16C__)
     return (F)_mm256_cvtph_ps((__m128i)h);
+#elif defined(__aarch64__)
+    return (F)vcvt_f32_f16((float16x4_t)h);
 #else  // subnormals by a subtraction: those of float32 may be flushed
     I u = widen(h), low = u & 0x7fff;
     I normal = (low << 13) + (112 << 23), small = (low << 13) | (113 << 23);
@@ -186,6 +170,8 @@ inline H to_bfloat16(F x) { return narrow(((I)x & 0x7fffffff) > 0x7f800000 ? I{}
 inline H to_half(F x) {
 #if defined(__F16C__)
     return (H)_mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#elif defined(__aarch64__)
+    return (H)vcvt_f16_f32((float32x4_t)x);
 #else
     // no _Float16: compilers before GCC 12 and clang 15 have none. The sum with 0.5 rounds what is subnormal as a half.
     I bits = (I)x, most = bits & 0x7fffffff;

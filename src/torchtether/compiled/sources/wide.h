@@ -78,7 +78,7 @@ typedef F V;
 inline V every(float x) { return all(x); }
 template <int C> inline V wide_values(const uint8_t* p) { return values<C>(p); }
 template <int D> inline void put_sixteen(const float* from, void* out, int64_t at) {
-    put_two<D>(load<F>(from), load<F>(from + LANES), out, at);
+    for (int64_t i = 0; i < 16; i += 2 * LANES) put_two<D>(load<F>(from + i), load<F>(from + i + LANES), out, at + i);
 }
 
 class Few {

@@ -18,7 +18,7 @@ import torch
 
 from ... import compiled
 from ...gpu.serving import has_triton
-from ...torch_private.processors import has_fast_float16, has_tiles
+from ...torch_private.processors import has_arm_bfloat16, has_fast_float16, has_tiles
 from . import bitsandbytes_4bit, int8pack, int_mm, scaled_mm
 from .layout import DTYPES, KINDS, STREAM, Layout
 
@@ -57,7 +57,7 @@ def _bf16(
 
 
 TABLE = (
-    # AVX2 without AVX-512, and all other processors
+    # AVX2 without AVX-512, and all other processors: on ARM the values are tested in an emulator, times not measured
     KernelChoice(
         "compiled",
         KINDS,
@@ -66,7 +66,8 @@ TABLE = (
         None,
         ANY,
         "AVX2, three shapes, batch 1: int8 .32 to .43, int4 .28 to .31, nf4, fp8 .60 to .70; batch 512: .29 to .55;"
-        " EPYC of family 23, 1 thread, batch 1: Q4_0 .35, MLX 4 bits .35, Q4_1 .39, Q4_K .42, Q5_K .69, Q6_K .82",
+        " EPYC of family 23, 1 thread, batch 1: Q4_0 .35, MLX 4 bits .35, Q4_1 .39, Q4_K .42, Q5_K .69, Q6_K .82."
+        " SSE2 alone (EPYC of family 26), 2 threads, float32, batch 1: int8 .78, int4 3.2, nf4 4.0, fp8 11",
     ),
     # AVX-512 with BF16 and VNNI, and AMX
     _bf16(
@@ -349,11 +350,12 @@ def has_amx() -> bool:
 def has_fast_halves(dtype: torch.dtype) -> bool:
     """Return whether torch multiplies matrices of ``dtype``, of 16 bits, with the vectors of this processor.
 
-    It does for bfloat16 with AVX-512 (measured on a Xeon); for float16 if oneDNN also reports support, such as with
-    AVX512-FP16 (not measured).
+    It does for bfloat16 with AVX-512 (measured on a Xeon), and on ARM if oneDNN reports support (not measured); for
+    float16 with AVX-512 if oneDNN reports support, such as with AVX512-FP16 (not measured).
     """
-    has_vectors = "AVX512" in torch.backends.cpu.get_cpu_capability()
-    return has_vectors and (dtype is torch.bfloat16 or has_fast_float16())
+    if "AVX512" in torch.backends.cpu.get_cpu_capability():
+        return dtype is torch.bfloat16 or has_fast_float16()
+    return dtype is torch.bfloat16 and has_arm_bfloat16()
 
 
 def kernels_for(layout: Layout, dtype: torch.dtype, device: str = "cpu") -> tuple[tuple[str, int], ...]:
