@@ -2,6 +2,7 @@
 
 import logging
 import os
+import pickle
 import threading
 from functools import partial
 
@@ -232,3 +233,28 @@ class Bytes(tt.WrapperTensor):
 
 def test_inner_tensors_of_float8_are_pickled_and_shared():
     check_tensor_subclass(Bytes.random, laws=["pickle", "torch-save", "deepcopy", "share-memory"]).check()
+
+
+class Words(tt.WrapperTensor):
+    """Unsigned integers of 16 bits, of which plain pickle has no storages either."""
+
+    inner_names = ("codes",)
+
+    def decode(self):
+        return self.codes.to(self.dtype)
+
+    @classmethod
+    def random(cls):
+        return cls(codes=torch.randint(65536, (8, 16)).to(torch.uint16), dtype=torch.float32)
+
+
+def test_inner_tensors_of_wide_unsigned_integers_are_pickled_and_shared():
+    check_tensor_subclass(Words.random, laws=["pickle", "torch-save", "deepcopy", "share-memory"]).check()
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64])
+def test_pickles_keep_the_bits_of_wide_unsigned_integers(dtype):
+    codes = torch.tensor([[0, 1], [2**15, 2 ** (8 * dtype.itemsize - 1) - 1]], dtype=torch.int64).to(dtype)
+    made = pickle.loads(pickle.dumps(Words(codes=codes, dtype=torch.float64)))
+    assert made.codes.dtype == dtype
+    assert torch.equal(made.codes.view(torch.uint8), codes.view(torch.uint8))

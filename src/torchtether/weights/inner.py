@@ -12,26 +12,30 @@ from .._dtypes import dtype_from_name, dtype_name
 from ..errors import UnsupportedOpError
 from ..torch_private.tensors import as_plain
 
+_UNSIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+
 
 def to_pickle(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return ``tensors``, float8 ones viewed as bytes, and the dtype names of those.
+    """Return ``tensors``, float8 and wide unsigned ones viewed as other integers, and the dtype names of those.
 
-    Plain pickle has no storages of float8 types.
+    Plain pickle has no storages of these types.
 
     >>> to_pickle({"codes": torch.ones(1).to(torch.float8_e4m3fn), "scale": torch.ones(1)})
     ({'codes': tensor([56], dtype=torch.uint8), 'scale': tensor([1.])}, {'codes': 'float8_e4m3fn'})
     """
-    float8 = {name: dtype_name(one.dtype) for name, one in tensors.items() if _is_float8(one)}
-    return {name: one.view(torch.uint8) if name in float8 else one for name, one in tensors.items()}, float8
+    viewed = {name: dtype for name, one in tensors.items() if (dtype := _stand_in(one)) is not None}
+    names = {name: dtype_name(tensors[name].dtype) for name in viewed}
+    return {name: one.view(viewed[name]) if name in viewed else one for name, one in tensors.items()}, names
 
 
-def from_pickle(tensors: Mapping[str, Tensor], float8: Mapping[str, str]) -> dict[str, Tensor]:
+def from_pickle(tensors: Mapping[str, Tensor], names: Mapping[str, str]) -> dict[str, Tensor]:
     """Invert ``to_pickle``. Raise SchemeError for a name that is no dtype's."""
-    return {name: one.view(dtype_from_name(float8[name])) if name in float8 else one for name, one in tensors.items()}
+    return {name: one.view(dtype_from_name(names[name])) if name in names else one for name, one in tensors.items()}
 
 
-def _is_float8(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() and tensor.itemsize == 1
+def _stand_in(tensor: Tensor) -> torch.dtype | None:
+    """Return the dtype in which plain pickle can store the bytes of ``tensor``; ``None`` if it has one for its own."""
+    return torch.uint8 if tensor.is_floating_point() and tensor.itemsize == 1 else _UNSIGNED.get(tensor.dtype)
 
 
 class EmptyStorage(torch.UntypedStorage):
