@@ -123,6 +123,11 @@ def _drift(self, parts, dtype):
     return {**parts, "scale": parts["scale"] * 1.0001}
 
 
+def _stay(self, values, held, *, shrink=True):
+    Whole.encode(self, values)  # it refuses what is not finite
+    return dict(held)
+
+
 def _any_view(self, old, new):
     return True
 
@@ -171,7 +176,7 @@ BROKEN = {
     "gather": lambda: _broken(
         "gather", gather=lambda self, p, shape, index, dtype: self.decode(p, shape, dtype).index_select(0, index) * 2
     ),
-    "updates": lambda: _broken("updates", update=lambda self, values, held, shrink=True: dict(held)),
+    "updates": lambda: _broken("updates", update=_stay),
     "pieces": lambda: _broken("pieces", decode_into=_first_rows),
     "views": lambda: _broken("views", can_view=_any_view),
     "meta": lambda: _broken("meta", encode=_elsewhere),
@@ -225,6 +230,50 @@ def test_rows_that_span_the_wrong_parts_are_found():
     finally:
         del KINDS[scheme.kind]
     assert report.failed
+
+
+@dataclass(frozen=True)
+class _Kept(Whole):
+    """It keeps float32 values as they are, in the caller's memory."""
+
+    kind: ClassVar[str] = "test-kept"
+
+    def layout(self, shape):
+        return {
+            **super().layout(shape),
+            "values": Part(tuple(shape), torch.float32, super().layout(shape)["codes"].span),
+        }
+
+    def encode(self, values):
+        return {**super().encode(values), "values": values.float()}
+
+
+def test_parts_in_the_memory_of_the_values_are_found():
+    (result,) = check_scheme(_Kept(), laws="strides").failed
+    assert "encode returns values in the memory of its argument" in result.what
+
+
+@dataclass(frozen=True)
+class _Drawn(Whole):
+    """Its updates are right in the mean, and wrong in one way each."""
+
+    kind: ClassVar[str] = "test-drawn"
+    wrong: str = ""
+
+    def update(self, values, held, *, shrink=True):
+        if self.wrong != "finite" and not bool(values.isfinite().all()):
+            raise tt.SchemeError("the values are not finite")
+        codes = (values.nan_to_num() / held["scale"] + torch.rand(values.shape)).floor()
+        if self.wrong == "updates":
+            codes += 5 * (2 * torch.randint(2, values.shape) - 1)
+        return {**held, "codes": codes.clamp(-128, 127).to(torch.int8)}
+
+
+@pytest.mark.parametrize("law", ["", "finite", "updates"])
+def test_updates_by_nan_or_beyond_the_neighbours_are_found(law):
+    assert [result.law for result in check_scheme(_Drawn(wrong=law), laws=["finite", "updates"]).failed] == [
+        law
+    ] * bool(law)
 
 
 class _Values(Whole):

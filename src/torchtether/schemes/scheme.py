@@ -119,7 +119,8 @@ class Scheme:
     def encode(self, values: Tensor) -> dict[str, Tensor]:
         """Return the parts of ``values`` (any float dtype, any strides), as ``layout`` says, on the same device.
 
-        Computed in float32 and in bounded scratch. Raises SchemeError for values that are not finite.
+        Computed in float32 and in bounded scratch, and in new memory, also where a part holds ``values`` as they are.
+        Raises SchemeError for values that are not finite.
         On ``meta`` it returns parts on ``meta``.
         """
         raise NotImplementedError(_unwritten(self, "encode"))
@@ -205,7 +206,7 @@ class Scheme:
         Each value becomes one of its two neighbours, drawn by torch's default generator so that the mean of many draws
         is the value; values on the grid stay.  Scales of ``held`` stay while they reach the values, and grow rather
         than clip.  Without ``shrink`` they also stay where the values use little of their range.  ``values`` should be
-        float32.
+        float32. Raises SchemeError for values that are not finite, as ``encode`` does.
 
         After ``None`` the values are rounded to nearest, and steps below half a code have no effect.
         """

@@ -263,8 +263,8 @@ def _narrow(subject: _SchemeUnderTest) -> None:
 @law(
     LAWS,
     "strides",
-    "encode accepts any strides, and does not change its argument",
-    "a transposed or sliced weight is encoded wrongly, or the caller's tensor changes",
+    "encode accepts any strides, and neither changes its argument nor returns its memory",
+    "a transposed or sliced weight is encoded wrongly, or a later write to one of the two changes the other",
 )
 def _strides(subject: _SchemeUnderTest) -> None:
     for case, values, parts in subject.each(_CALM):
@@ -275,6 +275,9 @@ def _strides(subject: _SchemeUnderTest) -> None:
         alike = all(same_bits(_dense(made[name]), part) for name, part in parts.items())
         require(alike, f"encode returns other parts for other strides, for {case}")
         require(same_bits(_dense(spread), before), f"encode changes its argument, for {case}")
+        for name, part in () if subject.scheme.transparent else subject.scheme.encode(values).items():
+            is_shared = part.numel() and part.untyped_storage().data_ptr() == values.untyped_storage().data_ptr()
+            require(not is_shared, f"encode returns {name} in the memory of its argument, for {case}")
 
 
 @law(
@@ -317,7 +320,7 @@ def _writes(subject: _SchemeUnderTest) -> None:
 )
 def _updates(subject: _SchemeUnderTest) -> None:
     drifts = []
-    for _, weight in subject.weights(("normal",)):
+    for case, weight in subject.weights(("normal",)):
         held, shape = weight.parts, weight.spec.base
         step = subject.scheme.bound(held, shape).expand(shape)
         wanted = weight.dequantize() + step / 2
@@ -325,7 +328,11 @@ def _updates(subject: _SchemeUnderTest) -> None:
             drawn = None if subject.scheme.master(held, shape) is not None else subject.scheme.update(wanted, held)
             if drawn is None or not bool((step > 0).all()):
                 raise NotApplicable("it has no update that rounds")
-            drifts.append(((subject.scheme.decode(drawn, shape, torch.float32) - wanted) / step).reshape(-1))
+            made = subject.scheme.decode(drawn, shape, torch.float32)
+            drifts.append(((made - wanted) / step).reshape(-1))
+            reach = 4 * torch.maximum(step, subject.scheme.bound(drawn, shape))  # from one neighbour to the other
+            is_near = bool(((made - wanted).abs() <= reach).all())
+            require(is_near, f"update rounds further than to a neighbour, for {case}")
     drift = torch.cat(drifts).mean().item()
     require(abs(drift) < 0.1, f"the mean of many updates by half of the bound is off by {drift:.2g} of it")
 
@@ -344,14 +351,19 @@ def _finite(subject: _SchemeUnderTest) -> None:
         for bad in (math.nan, math.inf, -math.inf):
             values = case.values().float()
             values.view(-1)[-1] = bad
-            for write in (subject.scheme.encode, weight.copy_, weight.mul_):
+            for write in (subject.scheme.encode, weight.copy_, weight.mul_, _update_of(weight)):
                 try:
-                    write(values)
+                    made = write(values)
                 except SchemeError as error:
                     require("\n" not in str(error), "the error has more than one line")
                     continue
-                require(False, f"{bad} is accepted, in {case}")
+                require(made is None, f"{bad} is accepted, in {case}")  # of update: it has none
         require(same_bits(weight.dequantize(), before), f"a refused write has changed {case}")
+
+
+def _update_of(weight: Weight) -> Callable[[Tensor], object]:
+    """Return the function that encodes an optimizer's update of ``weight``."""
+    return lambda values: weight.scheme.update(values, weight.parts)
 
 
 # -- parts -------------------------------------------------------------------------------------------------------------
