@@ -206,6 +206,17 @@ ALONG = {"bound": {"writes"}, "json": {"file"}, "writes": {"writes-back"}, "writ
 """What cannot hold without it: a bound that is too small is so for writes too, and files keep schemes as JSON."""
 
 
+@pytest.mark.parametrize("scheme", [Whole(), tt.int8(), tt.nf4()], ids=str)
+def test_shapes_without_elements_are_tried_by_the_law_of_them(scheme):
+    check_scheme(scheme, shapes=[(0, 64), (3, 0), (0,), (2, 0, 64), (4, 64)]).check()
+    broken = _broken("empty", encode=_no_rows)
+    try:
+        report = check_scheme(broken, shapes=[(0, 2, 4), (1, 2, 4)])
+    finally:
+        del KINDS[broken.kind]
+    assert [result.law for result in report.failed] == ["empty"]
+
+
 def test_every_law_is_known():
     assert set(BROKEN) | {"rows"} == {law.id for law in LAWS}
 

@@ -71,8 +71,8 @@ def check_scheme(
 
     Args:
         scheme: a scheme of any class; check every setting that you use.
-        shapes: the shapes to try; shapes that the scheme does not fit are left out. By default some of one to three
-            dimensions.
+        shapes: the shapes to try; shapes that the scheme does not fit are left out, and those without elements are for
+            the law "empty". By default some of one to three dimensions.
         laws: ids of the laws to run; by default all.
         seed: changes the numbers, and the patterns and dtypes of each shape.
 
@@ -93,7 +93,7 @@ def check_scheme(
         fitting = tuple(shape for shape in asked if _fits(scheme, shape))
     if not any(math.prod(shape) for shape in fitting):
         raise LawError(f"{scheme} fits none of the shapes {asked}", fix="Give shapes= that it fits.")
-    drawn = cases(fitting, seed=seed)
+    drawn = cases(tuple(shape for shape in fitting if math.prod(shape)), seed=seed)
     return run(picked, _SchemeUnderTest(scheme, fitting, lambda: drawn), str(scheme))
 
 
@@ -514,8 +514,8 @@ def _dtype(subject: _SchemeUnderTest) -> None:
 )
 def _empty(subject: _SchemeUnderTest) -> None:
     tried = 0
-    for columns in sorted({shape[-1] for shape in subject.shapes if len(shape) == 2}):
-        shape = (0, columns)
+    given = [shape for shape in subject.shapes if not math.prod(shape)]
+    for shape in sorted({(0, shape[-1]) for shape in subject.shapes if len(shape) == 2}.union(given)):
         if _fits(subject.scheme, shape):
             tried += 1
             weight = Weight.encode(torch.zeros(shape), subject.scheme)
