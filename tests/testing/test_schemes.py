@@ -217,6 +217,31 @@ def test_shapes_without_elements_are_tried_by_the_law_of_them(scheme):
     assert [result.law for result in report.failed] == ["empty"]
 
 
+@dataclass(frozen=True)
+class _Halves(tt.Scheme):
+    """float16 values, of a tensor without dimensions too."""
+
+    kind: ClassVar[str] = "test-halves"
+
+    def layout(self, shape):
+        return {"values": Part(tuple(shape), torch.float16, math.prod(shape[1:]))}
+
+    def encode(self, values):
+        if not values.is_meta and not bool(values.half().isfinite().all()):
+            raise tt.SchemeError("the values are not finite, or too large for float16")
+        return {"values": values.to(torch.float16, copy=True, memory_format=torch.contiguous_format)}
+
+    def decode(self, parts, shape, dtype):
+        return parts["values"].to(dtype, copy=True)
+
+    def bound(self, parts, shape):
+        return parts["values"].float().abs() * 2**-11 + 2**-25
+
+
+def test_a_scheme_of_tensors_without_dimensions_keeps_every_law():
+    check_scheme(_Halves(), shapes=[()]).check()
+
+
 def test_every_law_is_known():
     assert set(BROKEN) | {"rows"} == {law.id for law in LAWS}
 
