@@ -350,9 +350,10 @@ def load(
     Tied names are loaded once; an alias that the file leaves out is not missing. A weight that the file stores
     quantized becomes a ``Weight``. Non-persistent buffers that are real stay as they are. On ``meta`` they are computed
     from the record of ``tt.on_meta`` (like plain attributes: tensors and modules, also in lists and dicts), read from
-    the file, or computed as transformers does for its models. So are, for its models on ``meta``, parameters that no
-    file stores (sinusoidal positions): in ``dtype``, or by default in the dtype that the other parameters take from the
-    file. At the end a module with ``set_extra_state`` gets the tensor that its ``get_extra_state`` returned.
+    the file, or computed as transformers does for its models; those that no file has keep their dtype. Parameters of
+    these models that no file stores (sinusoidal positions) are computed, too, if they are on ``meta``: in ``dtype``, or
+    by default in the dtype that the other parameters take from the file. At the end a module with ``set_extra_state``
+    gets the tensor that its ``get_extra_state`` returned.
 
     For a model of transformers 5, the names and shapes in files of ``save_pretrained`` may differ from the model's:
     without ``rename`` its conversion mapping gives the rules, as in ``torchtether.integrations.transformers_names``.
