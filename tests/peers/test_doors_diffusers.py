@@ -9,6 +9,7 @@ from torch import nn
 import torchtether as tt
 
 pytest.importorskip("diffusers")
+import diffusers
 from diffusers.hooks import apply_group_offloading, group_offloading
 
 pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]  # what diffusers warns about
@@ -163,3 +164,22 @@ def test_a_change_under_groups_without_streams_stays(tmp_path):
     for change in CHANGES.values():
         change(model, tmp_path), change(twin, tmp_path)
         assert torch.equal(model(IDS), twin(IDS))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_a_load_keeps_in_float32_what_from_pretrained_does(tmp_path, dtype):
+    config = dict(
+        patch_size=(1, 2, 2), num_attention_heads=2, attention_head_dim=12, in_channels=4, out_channels=4, text_dim=16,
+        freq_dim=16, ffn_dim=32, num_layers=1, cross_attn_norm=True, qk_norm="rms_norm_across_heads",
+        rope_max_seq_len=32,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    diffusers.WanTransformer3DModel(**config).save_pretrained(tmp_path)
+    reference = diffusers.WanTransformer3DModel.from_pretrained(tmp_path, torch_dtype=dtype).state_dict()
+    assert torch.float32 in {tensor.dtype for tensor in reference.values()}
+    with tt.on_meta():
+        model = diffusers.WanTransformer3DModel(**config)
+    tt.load(model, tmp_path, dtype=dtype)
+    for name, tensor in model.state_dict().items():
+        assert tensor.dtype == reference[name].dtype, name
+        assert torch.equal(tensor, reference[name]), name

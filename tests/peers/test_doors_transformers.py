@@ -22,6 +22,9 @@ SMALL = {
     "num_key_value_heads": 2,
 }  # fmt: skip
 MOE = {"moe_intermediate_size": 32, "num_experts_per_tok": 2, "head_dim": 16}
+T5 = transformers.T5Config(
+    vocab_size=64, d_model=64, d_kv=16, d_ff=64, num_layers=1, num_heads=4, feed_forward_proj="gated-gelu"
+)
 EXPERTS = {
     "mixtral": lambda: transformers.MixtralConfig(**SMALL, num_local_experts=4),
     "qwen3_moe": lambda: transformers.Qwen3MoeConfig(**SMALL, **MOE, num_experts=4),
@@ -92,6 +95,40 @@ def test_fused_experts_compile_with_their_values_and_gradients(dtype, is_trained
     for one, other in zip(*found, strict=True):
         if one is not None:
             assert (one - other).norm() <= tolerance * other.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", ["deepseek_v3", "gpt_oss", "t5"])
+def test_a_load_keeps_in_float32_what_from_pretrained_does(tmp_path, name, dtype):
+    """Among others the biases of routers, which in bfloat16 would choose other experts, and in float16 T5's ``wo``."""
+    config, kind = EXPERTS[name]() if name in EXPERTS else T5, transformers.AutoModelForCausalLM
+    kind = transformers.AutoModelForSeq2SeqLM if name == "t5" else kind
+    model = kind.from_config(config)
+    for key, tensor in model.state_dict().items():
+        if key.endswith("e_score_correction_bias"):
+            tensor.normal_()  # it is 0 at first
+    model.save_pretrained(tmp_path)
+    reference = kind.from_pretrained(tmp_path, dtype=dtype).state_dict()
+    is_kept = dtype is not torch.bfloat16 or name == "deepseek_v3"
+    assert (torch.float32 in {tensor.dtype for tensor in reference.values()}) is is_kept
+    for asked in (dtype, {"*": dtype}):
+        with tt.on_meta():
+            model = kind.from_config(config)
+        tt.load(model, tmp_path, dtype=asked)
+        for key, tensor in model.state_dict().items():
+            wanted = reference[key] if asked is dtype else reference[key].to(dtype)
+            assert tensor.dtype == wanted.dtype, key
+            assert asked is not dtype or torch.equal(tensor, wanted), key
+
+
+def test_a_mapping_of_dtypes_and_a_model_around_it_keep_their_meaning(tmp_path):
+    config = EXPERTS["deepseek_v3"]()
+    with tt.on_meta():
+        model = torch.nn.ModuleDict({"inner": transformers.AutoModelForCausalLM.from_config(config)})
+    tt.save({f"inner.{key}": tensor for key, tensor in built(config).state_dict().items()}, tmp_path / "m.safetensors")
+    tt.load(model, tmp_path / "m.safetensors", dtype=torch.bfloat16, quantize={"*.o_proj.weight": "int8"})
+    kept = {name for name, tensor in model.state_dict().items() if tensor.dtype == torch.float32}
+    assert kept == {"inner.model.layers.1.mlp.gate.e_score_correction_bias"}
 
 
 CONFIGS = {

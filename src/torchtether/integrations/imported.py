@@ -5,13 +5,16 @@ No library is imported here before the user has imported it.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import partial
 from importlib import import_module
 from types import ModuleType
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..checkpoint.reader import Checkpoint
@@ -20,6 +23,8 @@ from ..ties.names import named_tensors
 from ..torch_private.modules import buffers_of, parameters_of, unwrapped_name
 
 _MODELING = "transformers.modeling_utils"
+_DIFFUSERS = "diffusers.models.modeling_utils"
+_KEPT = "_keep_in_fp32_modules"
 
 NAMING = "transformers.conversion_mapping"
 """The module of transformers 5 that maps names in files; ``names_of_library`` needs it."""
@@ -112,6 +117,40 @@ def names_of_library(model: nn.Module, checkpoint: Checkpoint) -> Rename:
     from .transformers_names import transformers_names
 
     return transformers_names(model)  # type: ignore[arg-type]
+
+
+def kept_in_float32(model: nn.Module, dtype: torch.dtype) -> set[str]:
+    """Return the names of tensors that ``from_pretrained(dtype=dtype)`` of transformers or diffusers keeps in float32.
+
+    Models list them: routers of experts, for example, which in bfloat16 choose others.
+    """
+    names: set[str] = set()
+    if dtype not in (torch.float16, torch.bfloat16):
+        return names
+    transformers = getattr(sys.modules.get(_MODELING), "PreTrainedModel", ())
+    diffusers = getattr(sys.modules.get(_DIFFUSERS), "ModelMixin", ())
+    for path, module in model.named_modules():
+        listed = _listed(module, _KEPT)
+        if isinstance(module, transformers):
+            listed = _listed(module, f"{_KEPT}_strict") + (listed if dtype is torch.float16 else [])
+            pattern = re.compile("|".join(one.replace("*", ".*") for one in listed))
+            is_kept: Callable[[str], object] = pattern.search
+        elif isinstance(module, diffusers):
+            is_kept = partial(_has_part, listed)
+        else:
+            continue
+        before = f"{path}." if path else ""
+        names.update(before + name for name in (named_tensors(module) if listed else ()) if is_kept(name))
+    return names
+
+
+def _listed(module: nn.Module, attribute: str) -> list[str]:
+    held = getattr(module, attribute, None) or ()
+    return [held] if isinstance(held, str) else [*held]
+
+
+def _has_part(parts: Collection[str], name: str) -> bool:
+    return not {*name.split(".")}.isdisjoint(parts)
 
 
 def is_of_transformers(model: nn.Module) -> bool:

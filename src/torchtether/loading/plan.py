@@ -318,7 +318,8 @@ def load(
     ``path``      a safetensors file, a folder of them, an index, or a state dict by ``torch.save`` (.pt, .pth, .bin);
                   text like ``"org/name"``, if nothing has that path: a repository of the Hub, as in ``tt.open``
     ``quantize``  rules of ``tt.quantize``; a Weight of the model stays a Weight without them
-    ``dtype``     the (compute) dtype of float tensors. By default a tensor on ``meta`` takes the file's, as in
+    ``dtype``     the (compute) dtype of float tensors; what models of transformers and diffusers list to be kept in
+                  float32 stays so under one dtype of 16 bits. By default a tensor on ``meta`` takes the file's, as in
                   ``load_state_dict(assign=True)``, and a real one keeps its own, as in ``assign=False``
     ``device``    the device of tensors. By default real tensors keep theirs, and those on ``meta`` go to the CPU.
                   Both take globs over the model's names, too: ``{"*norm*": torch.float32, "*": torch.bfloat16}``. The

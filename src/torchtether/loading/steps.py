@@ -14,6 +14,7 @@ from .._checks import as_device, describe_some
 from ..conversion.selection import schemes_for, unmatched
 from ..errors import TetherError
 from ..geometry.views import overlaps_itself
+from ..integrations.imported import kept_in_float32
 from ..pictures.drawing import describe_bytes
 from ..renaming.pieces import Range
 from ..renaming.renamed_checkpoint import RenamedCheckpoint
@@ -195,6 +196,11 @@ def find_targets(model: nn.Module, options: LoadOptions, faults: list[str]) -> T
         if tie is not None:
             ties[id(component)] = tie
     dtypes = _by_name("dtype", options.dtype, _check_dtype, components, ties, faults)
+    if isinstance(options.dtype, torch.dtype):
+        kept = kept_in_float32(model, options.dtype)
+        for component in components if kept else ():
+            if not kept.isdisjoint(component.names):
+                dtypes.update(dict.fromkeys(component.names, torch.float32))
     devices = _by_name("device", options.device, _check_device, components, ties, faults)
     schemes: dict[str, Scheme] = {}
     try:
