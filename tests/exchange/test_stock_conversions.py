@@ -1,5 +1,6 @@
 """Inside ``swapping()`` stock ``.to()`` and similar calls keep models of every kind attached."""
 
+import gc
 import weakref
 
 import pytest
@@ -134,6 +135,22 @@ HOLDERS = {
     "view": (lambda m: m.b.weight.view(-1), "b.weight: held by a view"),
     "live graph": (lambda m: m(torch.ones(3, 4)).square().sum(), "a live graph, between forward and backward"),
 }
+
+
+@given
+@pytest.mark.parametrize("hold", [hold for hold, _ in HOLDERS.values()], ids=HOLDERS)
+def test_what_only_garbage_holds_is_no_refusal(hold, given):
+    made = rig(KINDS["plain"])
+    gc.disable()  # else Python collects it at a time that nobody knows
+    try:
+        cycle = [hold(made.model)]
+        cycle.append(cycle)
+        del cycle
+        with swapping(made.model if given else None, optimizer=made.optimizer):
+            made.model.double()
+    finally:
+        gc.enable()
+    assert {p.dtype for p in made.model.parameters()} == {torch.float64}
 
 
 @given

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -166,8 +167,18 @@ def find_holders(
     in ``allowed``.
 
     A graph that backward has freed does not count, although a ``loss`` variable keeps it alive; nor do views that are
-    among ``tensors`` themselves.
+    among ``tensors`` themselves, nor what only garbage holds.
     """
+    found = _search(tensors, swapped, by_torch, allowed)
+    if found:
+        gc.collect()  # reference cycles, such as those of a caught error's traceback, are not freed at once
+        found = _search(tensors, swapped, by_torch, allowed)
+    return found
+
+
+def _search(
+    tensors: Sequence[Tensor], swapped: Sequence[Tensor], by_torch: Sequence[Tensor], allowed: AbstractSet[int]
+) -> dict[int, str]:
     found: dict[int, str] = {}
     for tensor in find_cpp_weakly_held(swapped):
         found[id(tensor)] = "a weak reference in C++ (an autocast cache, a CUDA graph)"
