@@ -1,5 +1,6 @@
 """Folders by torch.distributed.checkpoint, read by position: torch's values, without running any code of a pickle."""
 
+import enum
 import pickle
 import shutil
 import warnings
@@ -53,6 +54,24 @@ def test_every_dtype_and_shape_is_read(valid):
                 checkpoint[name].view(-1).view(torch.uint8), wanted.contiguous().view(-1).view(torch.uint8)
             )
         assert checkpoint.get_slice("t0")[2:4, 1:3].tolist() == state["t0"][2:4, 1:3].tolist()
+
+
+def test_members_of_enums_may_be_written_as_by_python_3_11_2(valid, tmp_path):
+    class Pickler(pickle.Pickler):
+        def reducer_override(self, given):
+            is_member = isinstance(given, enum.Enum)
+            return (getattr, (type(given), given.name)) if is_member else NotImplemented
+
+    shutil.copytree(valid[0], tmp_path / "copy")
+    with (tmp_path / "copy" / ".metadata").open("r+b") as file:
+        metadata = pickle.load(file)
+        file.seek(0)
+        Pickler(file).dump(metadata)
+        file.truncate()
+    assert b"getattr" in (tmp_path / "copy" / ".metadata").read_bytes()
+    with tt.open(tmp_path / "copy") as checkpoint, tt.open(valid[0]) as wanted:
+        assert set(checkpoint) == set(wanted)
+        assert torch.equal(checkpoint["t0"], wanted["t0"])
 
 
 def chunks(folder):

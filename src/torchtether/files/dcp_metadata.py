@@ -19,7 +19,10 @@ class _Bag:
 
 
 class _Ignored:
-    """A stand-in for layouts, memory formats and paths, which are ignored; no instruction can set attributes on it."""
+    """A stand-in for layouts, memory formats and paths, which are ignored; no instruction can set attributes on it.
+
+    Python 3.11.2, that of Debian 12, writes a member of an enum, here a memory format, as a call of ``getattr``.
+    """
 
     __slots__ = ()
 
@@ -46,6 +49,7 @@ _BAGS = {
     "torch.distributed.checkpoint.filesystem": ["_StorageInfo"],
 }
 _IGNORED = {
+    ("builtins", "getattr"),
     ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"),
     ("torch.serialization", "_get_layout"),
     *(
