@@ -171,9 +171,17 @@ def find_holders(
     """
     found = _search(tensors, swapped, by_torch, allowed)
     if found:
+        held = [tensor for tensor in tensors if id(tensor) in found]
+        before = _reference_counts(held)
         gc.collect()  # reference cycles, such as those of a caught error's traceback, are not freed at once
-        found = _search(tensors, swapped, by_torch, allowed)
+        if _reference_counts(held) != before:
+            return _search(tensors, swapped, by_torch, allowed)
     return found
+
+
+def _reference_counts(tensors: Sequence[Tensor]) -> tuple[object, ...]:
+    weakly_held = [id(tensor) for tensor in find_cpp_weakly_held(tensors)]
+    return [*use_counts(tensors)], [*map(weakref.getweakrefcount, tensors)], weakly_held
 
 
 def _search(
