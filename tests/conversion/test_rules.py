@@ -49,6 +49,13 @@ def test_a_bare_scheme_means_experts_by_any_name_of_their_number(attribute):
     assert _schemes("int8", model) == {"up": tt.int8()}
 
 
+def test_a_list_of_numbers_of_experts_is_no_number():
+    model = nn.Sequential(nn.Linear(8, 8))
+    model.num_experts = [3, 3]
+    model.up = nn.Parameter(torch.zeros(3, 16, 8))
+    assert _schemes("int8", model) == {"0.weight": tt.int8()}
+
+
 def test_the_first_glob_wins():
     assert _schemes({"mid.*": None, "*.weight": "int8", "*": "fp8"}, nn.ModuleDict({"mid": nn.Linear(8, 8)})) == {}
     rules = {"norm.*": None, "*.bias": None, "mid.weight": "fp8", "*": tt.int4(8)}

@@ -115,8 +115,8 @@ def _weights_of(module: nn.Module) -> list[str]:
     is_conv1d = (type(module).__module__, type(module).__name__) == ("transformers.pytorch_utils", "Conv1D")
     if isinstance(module, nn.Linear) or is_conv1d:
         return [name for name in parameters if name == "weight"]
-    counts = {getattr(module, "num_experts", None)}
-    counts.update(value for name, value in vars(module).items() if name.endswith("experts") and type(value) is int)
+    counts = [getattr(module, "num_experts", None)]  # it may be of any type
+    counts += [value for name, value in vars(module).items() if name.endswith("experts") and type(value) is int]
     return [name for name, p in parameters.items() if not is_lazy(p) and p.dim() == 3 and p.shape[0] in counts]
 
 
