@@ -102,6 +102,13 @@ def test_dtype_converts_floats_and_keeps_ties(tmp_path, kind, dtype, meta):
     tt.check_optimizer(model, optimizer)
 
 
+def test_only_models_of_libraries_list_what_stays_float32(saved):
+    model, folder = saved
+    model._keep_in_fp32_modules = True  # of the user's own, with a meaning of his
+    tt.load(model, folder, dtype=torch.bfloat16)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+
+
 @pytest.mark.parametrize("scheme", [tt.int8(), tt.int4(4), tt.nf4()], ids=str)
 @pytest.mark.parametrize("meta", [True, False])
 def test_quantizing_while_loading_is_loading_and_quantizing(tmp_path, scheme, meta):

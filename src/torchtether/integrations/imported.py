@@ -130,12 +130,12 @@ def kept_in_float32(model: nn.Module, dtype: torch.dtype) -> set[str]:
     transformers = getattr(sys.modules.get(_MODELING), "PreTrainedModel", ())
     diffusers = getattr(sys.modules.get(_DIFFUSERS), "ModelMixin", ())
     for path, module in model.named_modules():
-        listed = _listed(module, _KEPT)
         if isinstance(module, transformers):
-            listed = _listed(module, f"{_KEPT}_strict") + (listed if dtype is torch.float16 else [])
+            listed = _listed(module, f"{_KEPT}_strict") + (_listed(module, _KEPT) if dtype is torch.float16 else [])
             pattern = re.compile("|".join(one.replace("*", ".*") for one in listed))
             is_kept: Callable[[str], object] = pattern.search
         elif isinstance(module, diffusers):
+            listed = _listed(module, _KEPT)
             is_kept = partial(_has_part, listed)
         else:
             continue
