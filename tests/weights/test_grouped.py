@@ -80,6 +80,14 @@ def test_gradients_of_frozen_matrices_that_an_op_returns_take_no_memory():
     assert (of_weight.untyped_storage().nbytes(), of_weight.any()) == (4, False)
 
 
+def test_an_op_of_another_library_refuses_to_round_inputs_of_matrices_as_they_lie():
+    """Its gradient would round those of the products, as that of ``F.grouped_mm`` would."""
+    weight, offs = experts(tt.int8()), torch.tensor([2, 2, 5, 9, 9], dtype=torch.int32)
+    weight.set_activations("int8")
+    with pytest.raises(tt.UnsupportedOpError, match="multiplied without a transpose, cannot round their inputs"):
+        RULES["transformers::grouped_mm_fallback"](None, torch.randn(9, OUT), weight, offs)
+
+
 @pytest.mark.usefixtures("cxx")
 @pytest.mark.parametrize("scheme", [tt.int8(), tt.int4(group_size=32), tt.nf4(), tt.mxfp4()], ids=str)
 def test_compiled_without_a_break_forward_and_backward(scheme):

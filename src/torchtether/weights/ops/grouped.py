@@ -68,17 +68,22 @@ def grouped_mm(
 
 @rule(torch._grouped_mm)
 def experts(op: Any, rows: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Refuse what cannot round its inputs before autograd is called, whose gradients are rows, too."""
+    _check_rounding(weight)
+    with as_plain():
+        return op(rows, weight, *args, **kwargs)  # type: ignore[no-any-return]
+
+
+FOLDS[torch._grouped_mm] = experts
+
+
+def _check_rounding(weight: Tensor) -> None:
     """Refuse to round inputs for matrices that are used as they lie: autograd would round its gradients instead."""
     if isinstance(weight, Weight) and weight.spec.activations is not None and weight.spec.is_contiguous:
         raise UnsupportedOpError(
             f"experts of shape {tuple(weight.shape)}, multiplied without a transpose, cannot round their inputs",
             fix="Call tt.quantize_activations(model, None, only=...) for them.",
         )
-    with as_plain():
-        return op(rows, weight, *args, **kwargs)  # type: ignore[no-any-return]
-
-
-FOLDS[torch._grouped_mm] = experts
 
 
 def _plain(op: Any, rows: Tensor, weight: Tensor, *others: Any) -> Tensor:
@@ -313,6 +318,7 @@ def _fake_grouped(rows: Tensor, offs: Tensor, parts: list[Tensor], weight: str, 
 @rule("transformers::grouped_mm_fallback")
 def of_transformers(op: Any, rows: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
     """Return the product as ``F.grouped_mm`` does."""
+    _check_rounding(weight)
     return grouped_mm(aten._grouped_mm.default, rows, weight, offs)  # type: ignore[no-any-return]
 
 
