@@ -97,6 +97,23 @@ def test_fused_experts_compile_with_their_values_and_gradients(dtype, is_trained
             assert (one - other).norm() <= tolerance * other.norm()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("scheme", [tt.int8(), tt.Plain()], ids=str)
+def test_fused_experts_are_exported_with_their_values(scheme, dtype):
+    class Experts(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.randn(3, 32, 64), requires_grad=False)
+
+        def forward(self, rows, offs):
+            return torch.ops.transformers.grouped_mm_fallback(rows, self.weight.transpose(-2, -1), offs)
+
+    model = tt.convert(tt.quantize(Experts(), {"weight": scheme}), dtype=dtype)
+    given = torch.randn(9, 64, dtype=dtype), torch.tensor([2, 2, 9], dtype=torch.int32)
+    made = torch.export.export(model, given).module()(*given)
+    torch.testing.assert_close(made, model(*given), rtol=1e-2, atol=1e-2)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("name", ["deepseek_v3", "gpt_oss", "t5"])
 def test_a_load_keeps_in_float32_what_from_pretrained_does(tmp_path, name, dtype):

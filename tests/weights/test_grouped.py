@@ -88,6 +88,22 @@ def test_an_op_of_another_library_refuses_to_round_inputs_of_matrices_as_they_li
         RULES["transformers::grouped_mm_fallback"](None, torch.randn(9, OUT), weight, offs)
 
 
+def test_decoded_values_meet_the_op_that_was_called():
+    """``F.grouped_mm`` has fewer dtypes in graphs than an op that another library defines to replace it."""
+    weight, rows, grad = experts(tt.Plain()), torch.randn(9, IN), torch.randn(9, OUT)
+    offs, turned = torch.tensor([2, 2, 5, 9, 9], dtype=torch.int32), weight.transpose(-2, -1)
+
+    def op(*given):
+        assert not any(isinstance(one, tt.Weight) for one in given)
+        assert given[1].shape == turned.shape
+        return (judge(given[3], given[1].transpose(-2, -1), offs), None) if len(given) > 3 else judge(*given)
+
+    made = RULES["transformers::grouped_mm_fallback"](op, rows, turned, offs)
+    assert torch.equal(made, judge(rows, turned.dequantize(), offs))
+    of_rows, _ = RULES["transformers::grouped_mm_fallback_backward"](op, rows, turned, offs, grad)
+    assert torch.equal(of_rows, judge(grad, weight.dequantize(), offs))
+
+
 @pytest.mark.usefixtures("cxx")
 @pytest.mark.parametrize("scheme", [tt.int8(), tt.int4(group_size=32), tt.nf4(), tt.mxfp4()], ids=str)
 def test_compiled_without_a_break_forward_and_backward(scheme):

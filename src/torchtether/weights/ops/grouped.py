@@ -317,9 +317,9 @@ def _fake_grouped(rows: Tensor, offs: Tensor, parts: list[Tensor], weight: str, 
 
 @rule("transformers::grouped_mm_fallback")
 def of_transformers(op: Any, rows: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
-    """Return the product as ``F.grouped_mm`` does."""
+    """Return the product as ``F.grouped_mm`` does, and that of decoded values by ``op``: it knows more dtypes."""
     _check_rounding(weight)
-    return grouped_mm(aten._grouped_mm.default, rows, weight, offs)  # type: ignore[no-any-return]
+    return grouped_mm(lambda *values: op(*values[:3]), rows, weight, offs)  # type: ignore[no-any-return]
 
 
 @rule("transformers::grouped_mm_fallback_backward")
@@ -329,5 +329,9 @@ def gradients_of_transformers(
     """Return the gradients of ``rows`` and of ``weight``; those of a frozen Weight are zeros that take no memory."""
     if not isinstance(weight, Weight) or weight.requires_grad:
         return _plain(op, rows, weight, offs, grad)  # type: ignore[return-value]
-    of_rows = grouped_mm(aten._grouped_mm.default, grad, weight.transpose(-2, -1), offs)
+
+    def plain(grad: Tensor, turned: Tensor, *others: Any) -> Tensor:
+        return op(rows, turned.transpose(-2, -1), offs, grad)[0]  # type: ignore[no-any-return]
+
+    of_rows = grouped_mm(plain, grad, weight.transpose(-2, -1), offs)
     return of_rows, rows.new_zeros(()).expand(weight.shape)
