@@ -158,6 +158,15 @@ def test_new_values_in_empty_memory_have_column_scales_of_their_own(how, shape):
         assert torch.equal(part, again.parts[name]), name
 
 
+def test_zeros_are_made_like_empty_memory():
+    """FSDP2 pads shards with them."""
+    weight = torch.empty_like(tt.Weight.encode(torch.randn(16, 64), tt.sinq(4, 32)))
+    padding = weight.new_zeros((20, 64))
+    assert isinstance(padding, tt.Weight)
+    assert torch.equal(padding.dequantize(), torch.zeros(20, 64))
+    assert torch.equal(padding.parts[COLUMNS], weight.parts[COLUMNS])
+
+
 def test_masters_go_around_it_and_nothing_else_in_it():
     weight = tt.Weight.encode(torch.randn(4, 64), tt.Mastered(tt.sinq()))
     assert list(weight.parts) == ["qdata", "scale", "zero_point", COLUMNS, "master"]

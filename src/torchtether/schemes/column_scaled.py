@@ -102,7 +102,10 @@ class ColumnScaled(Scheme):
             return parts
         parts[COLUMNS].copy_(_balanced(values, self._width) if like is None else like[COLUMNS])
         for start, stop in self._pieces(shape):
-            divided = values[start:stop].float() / _columns(parts, shape, start, stop)
+            some = values[start:stop].float()
+            divided = some / _columns(parts, shape, start, stop)
+            if like is not None:
+                divided = torch.where(some == 0, some, divided)  # scales of empty parts are 0, and 0 / 0 is nan
             self.scheme.encode_into(divided, self._cut(parts, shape, start, stop))
         return parts
 
