@@ -16,7 +16,7 @@ from tests.distributed.spawn import spawn
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
 import torchtether.integrations.peft  # noqa: E402 - it needs both
-from torchtether.integrations.peft_experts import AdaptedExperts  # noqa: E402
+from torchtether.integrations.peft_experts import AdaptedExperts, _low_rank  # noqa: E402
 
 pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]  # what PEFT and transformers warn about
 
@@ -307,3 +307,14 @@ def test_a_peft_that_gives_no_factors_keeps_its_own_code():
     before = dict(vars(Old))
     install(Old)
     assert dict(vars(Old)) == before
+
+
+@pytest.mark.parametrize("is_autocast", [False, True])
+def test_factors_are_multiplied_in_float32_and_rounded_once(is_autocast):
+    torch.manual_seed(0)
+    rows, lhs, rhs = torch.randn(40, 64).bfloat16(), torch.randn(2, 64, 8), torch.randn(2, 8, 32)
+    with torch.autocast("cpu", torch.bfloat16, enabled=is_autocast):
+        made = _low_rank(rows, lhs, rhs, [15, 40])
+    groups = zip((rows[:15], rows[15:]), lhs, rhs, strict=True)
+    wanted = torch.cat([x.double() @ left.double() @ right.double() for x, left, right in groups])
+    assert ((made.double() - wanted).abs() <= 2.0**-8 * wanted.abs() + 1e-4).all()

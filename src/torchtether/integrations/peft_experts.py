@@ -198,8 +198,9 @@ class _LowRank(torch.autograd.Function):
         ctx.save_for_backward(rows, lhs, rhs)
         ctx.stops = stops
         made = rows.new_zeros(rows.shape[0], rhs.shape[2])
-        for expert, span in _spans(stops):
-            made[span] = rows[span].to(lhs.dtype) @ lhs[expert] @ rhs[expert]
+        with torch.autocast("cpu", enabled=False):  # _low_rank has chosen the dtype
+            for expert, span in _spans(stops):
+                made[span] = rows[span].to(lhs.dtype) @ lhs[expert] @ rhs[expert]
         return made
 
     @staticmethod
