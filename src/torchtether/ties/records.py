@@ -140,8 +140,8 @@ def _check_one(tie: Tie, components: Mapping[str, Component | None], *, is_recor
     component = components[tie.owner]
     for name in tie.aliases:
         if component is None or components[name] is not component:
-            fix = how_to_tie(tie.owner, name)
-            fix = f"{fix[:-1]}, or tt.untie(model, {name!r}) to forget it." if is_record else fix
+            forget = f" To forget the record, call tt.untie(model, {name!r})." if is_record else ""
+            fix = how_to_tie(tie.owner, name) + forget
             raise TieError(f"is not tied to {tie.owner}, but recorded as tied", name=name, fix=fix)
     live = None if component is None else tie_of(component, tie.owner)
     assert live is not None  # a tie has two names, and all of them are in this component
