@@ -10,6 +10,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from tests.weights.kernel_cases import EPS, as_on, choose, rounded
 from torchtether import compiled
 from torchtether.formats.gguf_blocks import TABLE as IQ4
 from torchtether.schemes import Biased, SuperBlocks
+from torchtether.torch_private import processors
 from torchtether.weights.ops import graph_ops
 from torchtether.weights.ops import product as product_module
 from torchtether.weights.products import chunks, cpu, decoding, int8pack, table
@@ -566,6 +568,22 @@ def test_a_trace_sees_what_else_takes_the_shortcut():
         product, rows = traced(x * 3, index + 5)
     assert is_near(product, x * 3, weight)
     assert torch.equal(rows, weight.dequantize()[index + 5])
+
+
+@pytest.mark.parametrize(("capability", "machine", "bfloat16", "float16"), [
+    ("AVX512", "x86_64", True, True), ("AVX2", "x86_64", False, False), ("DEFAULT", "aarch64", True, False),
+    ("SVE256", "arm64", True, False), ("DEFAULT", "riscv64", False, False),
+])  # fmt: skip
+@pytest.mark.parametrize("is_supported", [True, False])
+def test_halves_are_fast_where_torch_has_vectors_for_them(
+    capability, machine, bfloat16, float16, is_supported, monkeypatch
+):
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    monkeypatch.setattr(processors.platform, "machine", lambda: machine)
+    says = SimpleNamespace(**{f"_is_mkldnn_{kind}_supported": lambda: is_supported for kind in ("bf16", "fp16")})
+    monkeypatch.setattr(processors, "torch", SimpleNamespace(ops=SimpleNamespace(mkldnn=says)))
+    found = [table.has_fast_halves.__wrapped__(dtype) for dtype in (torch.bfloat16, torch.float16)]
+    assert found == [bfloat16 and (is_supported or capability == "AVX512"), float16 and is_supported]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
