@@ -78,7 +78,6 @@ def quantize(
         tie = ties[id(component)]
         scheme = schemes.get(component.names[0] if tie is None else tie.owner)
         if scheme is not None and not _is_held_in(component, scheme):
-            _check_values(component, tie, scheme)
             plan.append((component, tie, scheme))
     sizes = [_owner(component, tie).tensor.nbytes for component, tie, _ in plan]
     with (
@@ -86,6 +85,8 @@ def quantize(
         Exchange(model, optimizer=optimizer, atomic=atomic, verb="quantize") as exchange,
     ):
         exchange.check([m.tensor for component, _, _ in plan for m in component.members], stay_weights=True)
+        for component, tie, scheme in plan:  # here, because memory that the place forbids to change may hold no values
+            exchange.during(_check_values, component, tie, scheme)
         for (component, tie, scheme), size in zip(plan, sizes, strict=True):
             exchange.safe_point()
             held = (member.tensor for member in component.members)
