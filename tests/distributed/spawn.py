@@ -92,9 +92,14 @@ def _work_alone(pipe, rank, world, function, args):
     torch.manual_seed(0)
     try:
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
-        pipe.send((True, function(*args)))
+        _send(pipe, (True, function(*args)))
     except BaseException:
-        pipe.send((False, (None, f"rank {rank} of a fake {world}:\n{traceback.format_exc()}")))
+        _send(pipe, (False, (None, f"rank {rank} of a fake {world}:\n{traceback.format_exc()}")))
+
+
+def _send(pipe, answer):
+    """Send ``answer`` with the values of its tensors; ``pipe.send`` sends handles, which end with this process."""
+    pipe.send_bytes(pickle.dumps(answer))
 
 
 def _context():
@@ -124,7 +129,7 @@ def _work(pipe, rank, world, folder, timeout, function, args):
             timeout=timedelta(seconds=timeout),
         )
         result = function(*args)
-        pipe.send((True, result))
+        _send(pipe, (True, result))
         dist.barrier()  # the one that holds the store does not leave first
         dist.destroy_process_group()
     except BaseException as error:
@@ -133,7 +138,7 @@ def _work(pipe, rank, world, folder, timeout, function, args):
             pickle.loads(pickle.dumps(error))
         except Exception:
             error = None
-        pipe.send((False, (error, text)))
+        _send(pipe, (False, (error, text)))
 
 
 def _stacks(folder, rank):
