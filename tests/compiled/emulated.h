@@ -229,6 +229,7 @@ template <class Sum, class T, class Add> inline void add_tiles(Add add, int sums
     inline __m512i emulated_##name(__m512i x, int n) { return emulated::each<T, __m512i>([n](T a) -> T { return operation; }, x); }
 BINARY(add_epi32, uint32_t, __m512i, a + b)
 BINARY(add_epi8, uint8_t, __m512i, a + b)
+BINARY(sub_epi8, uint8_t, __m512i, a - b)
 BINARY(sub_epi32, uint32_t, __m512i, a - b)
 BINARY(and_si512, uint32_t, __m512i, a & b)
 BINARY(or_si512, uint32_t, __m512i, a | b)
@@ -246,6 +247,7 @@ SHIFT(srai_epi32, int32_t, a >> (n > 31 ? 31 : n))
 
 #define _mm512_add_epi32 emulated_add_epi32
 #define _mm512_add_epi8 emulated_add_epi8
+#define _mm512_sub_epi8 emulated_sub_epi8
 #define _mm512_sub_epi32 emulated_sub_epi32
 #define _mm512_and_si512 emulated_and_si512
 #define _mm512_or_si512 emulated_or_si512

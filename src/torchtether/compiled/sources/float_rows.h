@@ -29,21 +29,33 @@ template <int M, int A> inline void gather_sums(V (*sums)[A], V* out) {
 
 // How `float_row` adds up, with scales S for M rows of inputs.
 template <int C, int S, int M, bool Z, bool G> struct Sums {
-    static constexpr bool adds = is_integer(C) && (Z || ARE_LIFTED), is_scaled = S != WHOLE && !G;  // scaled piece by piece
+    static constexpr bool adds = is_integer(C) && (Z || is_decoded_lifted<C>), is_scaled = S != WHOLE && !G;  // scaled piece by piece
     static constexpr int64_t step = Decoder<C>::STEP, piece = floats_of<C, S>;
     static constexpr int64_t few = is_scaled ? piece / 32 : 4;
     static constexpr int A = M > 2 || few < 2 ? 1 : M == 2 || few == 2 ? 2 : 4;
     static constexpr int T = few < 2 && M <= 2 ? 2 : 1;  // where each addition would wait for the one before
     V total[M][T], sums[M][A];
 
+    Sums() {
+#pragma GCC unroll 4
+        for (int m = 0; m < M; m++) {
+#pragma GCC unroll 4
+            for (int t = 0; t < T; t++) total[m][t] = V{};
+#pragma GCC unroll 4
+            for (int a = 0; a < A; a++) sums[m][a] = V{};
+        }
+    }
+
     // Adds the first `columns` of a span.
     inline __attribute__((always_inline)) void add(Decoder<C>& decoder, const uint8_t* codes, const float* scale, const float* low,
                                                    const float* after, const uint8_t* x, int64_t across, int64_t columns) {
 #pragma GCC unroll 8
-        for (int64_t k = 0, i = 0; k < columns; k += piece, i += S != WHOLE) {
+        for (int64_t k = 0, i = 0; k < SPAN; k += piece, i += S != WHOLE) {  // unrolled, so that sums stay in registers
+            if (k >= columns) break;
             V lift{}, by{}, add{};
             if (is_scaled || G) by = of_piece<C, S, FLOATS>(scale, i);
-            if (adds) lift = (Z ? of_piece<C, S, FLOATS>(low, i) : V{}) - every(decoder.lift);
+            if (Z) lift = of_piece<C, S, FLOATS>(low, i);
+            if (is_decoded_lifted<C>) lift -= every(decoder.lift);
             if (G) add = of_piece<C, S, FLOATS>(after, i);
             float_dot<C, M, A, piece, adds, G>(decoder, codes, lift, by, add, x, across, k, sums);
             if (!is_scaled) continue;
@@ -64,7 +76,7 @@ template <int C, int S, int M, bool Z, bool G> void float_row(const Layout& L, c
                                                               const Decoder<C>& given, const Spans& in, int64_t from,
                                                               V* totals) {
     constexpr int64_t bytes = is_nibbled(C) ? SPAN / 2 : SPAN, scales = S == WHOLE ? 0 : scales_of<S>;
-    Sums<C, S, M, Z, G> found{};
+    Sums<C, S, M, Z, G> found;
     Decoder<C> decoder = given;  // what it finds is to stay in a register
     const uint8_t* x = in.at(from);
     const int64_t whole = L.row_bytes / bytes, lines = in.lines * 64, across = in.spans * lines;

@@ -18,9 +18,10 @@ struct RowOfLevels {
     bool runs_on;             // see rows.h
 };
 
-// Whether what is subtracted from all codes goes into their levels: where mapping codes takes one instruction.
-inline bool maps_offset(const Layout& L) {
-    return L.source == UINT8 && L.bits <= (HAS_VBMI ? 6 : 4) && offset_of_all(L) != 0;
+// Whether what is subtracted from all codes goes into their levels, which are then signed bytes.
+inline bool unpacks_less(const Layout& L) {
+    const float offset = offset_of_all(L);
+    return L.source == UINT8 && L.bits < 8 && offset > 0 && offset <= 128 && offset == (int)offset;
 }
 
 bool has_levels(const Layout& L, int dtype) {
@@ -222,11 +223,9 @@ void levels_linear(const Layout& given, const Parts& P, const LevelInputs& in, i
                    void* out) {
     Layout L = given;  // of the levels
     if (!in.in_place) L.row_bytes = L.columns;
-    const bool maps = !in.in_place && maps_offset(L);
-    uint8_t mapped[64];
-    for (int code = 0; code < 64 && maps; code++) mapped[code] = (uint8_t)(code - (int)L.offset);
-    const uint8_t* meant = maps ? mapped : levels_of(L);
-    const bool is_offset = L.offset != 0 && !maps && !(in.in_place && in.adds_low);  // then the decoder subtracts it
+    const bool is_less = !in.in_place && unpacks_less(L);
+    const Meant meant = {levels_of(L), is_less ? (uint8_t)L.offset : (uint8_t)0};
+    const bool is_offset = L.offset != 0 && !is_less && !(in.in_place && in.adds_low);  // then the decoder subtracts it
     const bool flips = L.source == UINT8 && L.bits == 8;  // codes from -128 on
     const float lift = flips ? 128 : 0, step = L.is_whole ? L.step : 1, per_step = 1 / step;  // exact: a power of two
     const bool is_there = in.in_place || (L.source == INT8 && (in.takes_rests || L.columns % LANES == 0));
@@ -341,8 +340,8 @@ void stream_linear(const Layout& L, const Parts& P, const void* x, int64_t rows,
     const bool are_integers = L.family != BIASED_FIRST;  // what is added to levels, as rows_avx2.h needs it
     if (dtype == FLOAT32 && is_nibbled(L) && (are_integers || WIDE_ROWS))
         return spans_linear<INT4, FLOATS>(L, P, x, rows, stride, dtype, bias, out);
-    if constexpr (WIDE_ROWS)
-        if (dtype == FLOAT32 && suits_spans(L)) return spans_linear<INT8, FLOATS>(L, P, x, rows, stride, dtype, bias, out);
+    if (dtype == FLOAT32 && suits_spans(L) && (WIDE_ROWS || L.group <= 32))  // wider groups need no loops that are unrolled
+        return spans_linear<INT8, FLOATS>(L, P, x, rows, stride, dtype, bias, out);
 #endif
     levels_linear(L, P, FloatInputs(L, x, rows, stride, dtype), rows, dtype, bias, out);
 }

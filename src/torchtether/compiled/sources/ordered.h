@@ -87,7 +87,7 @@ template <int C> void ordered_linear_of(const Layout& L, const Parts& P, const O
             const RowAt at(L, first + i);
             parts.fill(L, P, first + i, at);
             for (int64_t g = 0; g < L.groups; g++) scale[STACK * g + i] = parts.scale[g], before[STACK * g + i] = parts.before[g];
-            StreamRow::unpack(L, P, first + i, at, nullptr, codes + i * bytes);
+            StreamRow::unpack(L, P, first + i, at, {}, codes + i * bytes);
         }
         interleave(codes, bytes, L.columns, tile);
         float y[4 * STACK];
@@ -130,7 +130,7 @@ template <int C, bool TWICE> void looked_linear(const Layout& L, const Parts& P,
         const StreamRow row(L, buffer.data());
         const RowAt at(L, n);
         RowParts(row.parts).fill(L, P, n, at);
-        const uint8_t* codes = StreamRow::unpack(L, P, n, at, nullptr, row.codes);
+        const uint8_t* codes = StreamRow::unpack(L, P, n, at, {}, row.codes);
         const Looked<TWICE> scale(row.parts.scale), before(row.parts.before);
         const int32_t* groups = (const int32_t*)P.extra;
         const int64_t padded = StreamRow::padded(L);

@@ -184,7 +184,7 @@ template <int C, int S, int M, int R, bool Z, int T> inline __attribute__((alway
 //     float8: by way of float16. A code that is no number makes its row nan at the end.
 //     4-bit integers: a code becomes the end of 2**23, which is subtracted then.
 
-constexpr bool ARE_LIFTED = true;  // whether integers are too large by what a decoder says
+template <int C> constexpr bool is_decoded_lifted = C == INT4;  // whether codes are too large by what a decoder says
 
 // What decoding needs besides the codes, and what it finds.
 template <int C> struct Decoder {
@@ -206,10 +206,14 @@ template <int C> struct Decoder {
         return C == E4M3 && !_mm256_testz_si256(is_nan, is_nan);
     }
 
-    static constexpr int64_t STEP = is_nibbled(C) ? 64 : 32;  // columns
+    static constexpr int64_t STEP = is_nibbled(C) ? 64 : is_integer(C) ? 16 : 32;  // columns
 
-    // STEP codes as vectors of values, float8 in units of 2**8. Integers are `lift` too large.
+    // STEP codes as vectors of values, float8 in units of 2**8. Integers of 4 bits are `lift` too large.
     inline void operator()(const uint8_t* codes, V* out) {
+        if constexpr (C == INT8 || C == UINT8) {
+            out[0] = values<C>(codes), out[1] = values<C>(codes + LANES);
+            return;
+        }
         const __m256i c = kept(line(codes));
         if constexpr (C == INT4) {
             const __m256i mask = _mm256_set1_epi8(15), zero = _mm256_setzero_si256(), top = _mm256_set1_epi16(0x4b00);

@@ -161,7 +161,7 @@ template <int C, int S, int M, int R, bool Z, int T> inline __attribute__((alway
 
 // -- rows of floats ---------------------------------------------------------------------------------------------------
 
-constexpr bool ARE_LIFTED = false;  // whether integers are too large by what a decoder says
+template <int C> constexpr bool is_decoded_lifted = false;  // whether codes are too large by what a decoder says
 
 template <int C> struct Decoder {
     static constexpr float lift = 0;

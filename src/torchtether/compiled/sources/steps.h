@@ -66,7 +66,7 @@ void stepped_linear(const Layout& L, const Parts& P, const void* x, int64_t rows
         alignas(64) float y[4 * TILE];
         for (int64_t i = 0; i < count; i++, scale += L.groups, added += L.groups) {
             const uint8_t* codes = (const uint8_t*)P.codes + (first + i) * L.row_bytes;
-            if (L.bits < 8 || L.columns % WIDE_LANES) codes = StreamRow::unpack(L, P, first + i, at, nullptr, row.codes);
+            if (L.bits < 8 || L.columns % WIDE_LANES) codes = StreamRow::unpack(L, P, first + i, at, {}, row.codes);
             dots(L, codes, scale, added, floats.data(), padded, y + i);
         }
         for (int64_t m = 0; m < rows; m++) put_some(dtype, y + m * TILE, count, bias, first, out, m * L.rows + first);

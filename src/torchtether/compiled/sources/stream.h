@@ -68,7 +68,7 @@ struct StreamRow {
         : parts(L, buffer), codes((uint8_t*)(buffer + RowParts::size(L))), values((float*)(codes + bytes(L))) {}
 
     // The codes of row n to `to`, where the first of them is then.
-    static uint8_t* unpack(const Layout& L, const Parts& P, int64_t n, const RowAt& at, const uint8_t* meant, uint8_t* to) {
+    static uint8_t* unpack(const Layout& L, const Parts& P, int64_t n, const RowAt& at, Meant meant, uint8_t* to) {
         const uint8_t *first = (const uint8_t*)P.codes, *end = first + L.counts[0];
         unpack_bits(L.bits, first + n * L.row_bytes + at.octet * L.bits, end, at.skip + L.columns, meant, to);
         return to + at.skip;
@@ -86,7 +86,7 @@ struct StreamRow {
     void decode(const Layout& L, const Parts& P, int64_t n, const uint8_t* meant) {
         const RowAt at(L, n);
         parts.fill(L, P, n, at);
-        const uint8_t* own = unpack(L, P, n, at, meant, codes);
+        const uint8_t* own = unpack(L, P, n, at, {meant}, codes);
         if (L.family == ORDERED) {
             const int32_t* groups = (const int32_t*)P.extra;
             if (L.source == INT8) decode_named<INT8>(L, own, groups, parts, values);
@@ -108,7 +108,7 @@ struct StreamRow {
 #if FAST_ROWS
         const RowAt at(L, n);
         parts.fill(L, P, n, at);
-        const uint8_t* own = unpack(L, P, n, at, nullptr, codes);
+        const uint8_t* own = unpack(L, P, n, at, {}, codes);
         const bool is_first = L.family == BIASED_FIRST;
         if (L.arithmetic == FLOAT32) decode_few<D, FLOAT32, false>(L, own, at, parts, to);
         else if (L.arithmetic == BFLOAT16 && is_first) decode_few<D, BFLOAT16, true>(L, own, at, parts, to);

@@ -9,6 +9,12 @@ const bool HAS_VBMI = __builtin_cpu_supports("avx512vbmi");
 constexpr bool HAS_VBMI = false;
 #endif
 
+// What codes become: bytes of a table of 64, or the codes less a number.
+struct Meant {
+    const uint8_t* table = nullptr;
+    uint8_t less = 0;
+};
+
 #if defined(__AVX2__)
 struct Places {  // of 16 codes, 8 in each half: the two bytes that hold each, and the factor that moves it to their top
     alignas(32) uint8_t bytes[32];
@@ -33,7 +39,7 @@ template <int B> inline __m256i sixteen_codes(const uint8_t* p) {
 }
 
 template <int B, bool T> inline __m256i looked_up(const __m256i* tables, __m256i codes) {
-    if (!T) return codes;
+    if (!T) return _mm256_sub_epi8(codes, tables[0]);
     if (B <= 4) return _mm256_shuffle_epi8(tables[0], codes);
     __m256i found = _mm256_setzero_si256();  // an index whose top bit is set finds 0
     for (int j = 0; j < 4; j++) {
@@ -79,31 +85,30 @@ constexpr Lanes lanes_of(int bits) {
 
 // As `unpack_codes`.
 template <int B, bool T> __attribute__((target("avx512vbmi"))) void unpack_lanes(const uint8_t* p, const uint8_t* end,
-                                                                               int64_t count, const uint8_t* meant, uint8_t* to) {
+                                                                               int64_t count, Meant meant, uint8_t* to) {
     static constexpr Lanes lanes = lanes_of(B);
     const __m512i places = line(lanes.bytes), shifts = line(lanes.shifts), mask = _mm512_set1_epi8((char)((1 << B) - 1));
-    const __m512i table = T ? line(meant) : mask;
+    const __m512i table = T ? line(meant.table) : _mm512_set1_epi8((char)meant.less);
 #pragma GCC unroll 2
     for (int64_t done = 0; done < count; done += 64, p += 8 * B) {
         _mm_prefetch((const char*)p + 4096, _MM_HINT_T1);
         const __m512i read = end - p >= 64 ? line(p) : _mm512_maskz_loadu_epi8((1ull << (end - p)) - 1, p);
         const __m512i codes = _mm512_and_si512(_mm512_multishift_epi64_epi8(shifts, _mm512_permutexvar_epi8(places, read)), mask);
-        _mm512_storeu_si512(to + done, T ? _mm512_permutexvar_epi8(codes, table) : codes);
+        _mm512_storeu_si512(to + done, T ? _mm512_permutexvar_epi8(codes, table) : _mm512_sub_epi8(codes, table));
     }
 }
 #endif
 
-// Unpacks the first `count` codes from `p`, reading nothing from `end` on; if T, maps each by the 64 bytes `meant`. Writes
+// Unpacks the first `count` codes from `p`, reading nothing from `end` on; T is whether a table says what they become. Writes
 // up to 63 bytes beyond the last code.
-template <int B, bool T> void unpack_codes(const uint8_t* p, const uint8_t* end, int64_t count, const uint8_t* meant,
-                                           uint8_t* to) {
+template <int B, bool T> void unpack_codes(const uint8_t* p, const uint8_t* end, int64_t count, Meant meant, uint8_t* to) {
     int64_t done = 0;
 #if WIDE_ROWS
     if (HAS_VBMI) return unpack_lanes<B, T>(p, end, count, meant, to);
 #endif
 #if defined(__AVX2__)
-    __m256i tables[4];
-    for (int j = 0; T && j < 4; j++) tables[j] = _mm256_broadcastsi128_si256(load<__m128i>(meant + 16 * j));
+    __m256i tables[4] = {_mm256_set1_epi8((char)meant.less)};
+    for (int j = 0; T && j < 4; j++) tables[j] = _mm256_broadcastsi128_si256(load<__m128i>(meant.table + 16 * j));
     if (B == 4)
         for (; done < count && end - p >= 32; done += 64, p += 32) {
             _mm_prefetch((const char*)p + 4096, _MM_HINT_T1);
@@ -122,10 +127,11 @@ template <int B, bool T> void unpack_codes(const uint8_t* p, const uint8_t* end,
     }
 #elif defined(__aarch64__)
     uint8x16x4_t table = {};
-    if (T) memcpy(&table, meant, sizeof table);
+    if (T) memcpy(&table, meant.table, sizeof table);
+    const uint8x16_t less = vdupq_n_u8(meant.less);
     for (; done < count && end - p >= B + 16; done += 16, p += 2 * B) {
         const uint8x16_t codes = vcombine_u8(eight_codes<B>(p), eight_codes<B>(p + B));
-        vst1q_u8(to + done, !T ? codes : B <= 4 ? vqtbl1q_u8(table.val[0], codes) : vqtbl4q_u8(table, codes));
+        vst1q_u8(to + done, !T ? vsubq_u8(codes, less) : B <= 4 ? vqtbl1q_u8(table.val[0], codes) : vqtbl4q_u8(table, codes));
     }
 #endif
     for (; done < count; done += 8, p += B) {
@@ -133,17 +139,17 @@ template <int B, bool T> void unpack_codes(const uint8_t* p, const uint8_t* end,
         memcpy(&word, p, end - p < B ? end - p : B);
         for (int i = 0; i < 8; i++) {
             const uint8_t code = (word >> (B * i)) & ((1 << B) - 1);
-            to[done + i] = T ? meant[code] : code;
+            to[done + i] = T ? meant.table[code] : (uint8_t)(code - meant.less);
         }
     }
 }
 
-template <int B> void unpack_codes(const uint8_t* p, const uint8_t* end, int64_t count, const uint8_t* meant, uint8_t* to) {
-    if (meant) unpack_codes<B, true>(p, end, count, meant, to);
+template <int B> void unpack_codes(const uint8_t* p, const uint8_t* end, int64_t count, Meant meant, uint8_t* to) {
+    if (meant.table) unpack_codes<B, true>(p, end, count, meant, to);
     else unpack_codes<B, false>(p, end, count, meant, to);
 }
 
-void unpack_bits(int bits, const uint8_t* p, const uint8_t* end, int64_t count, const uint8_t* meant, uint8_t* to) {
+void unpack_bits(int bits, const uint8_t* p, const uint8_t* end, int64_t count, Meant meant, uint8_t* to) {
     switch (bits) {
         case 1: return unpack_codes<1>(p, end, count, meant, to);
         case 2: return unpack_codes<2>(p, end, count, meant, to);
