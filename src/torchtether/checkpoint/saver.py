@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from .._checks import check_callable, check_path, check_unicode, describe
 from ..errors import ArgumentError, CheckpointError, TieError
-from ..exchange.refusals import is_on_disk
+from ..exchange.refusals import ON_DISK, is_on_disk
 from ..files import CODES, HIDDEN, Pairs, check_writable, is_weight_view
 from ..formats import Contained, Writable, writable
 from ..geometry.blocks import blocks_of, has_values, is_strided
@@ -103,8 +103,7 @@ def as_saved(model: nn.Module | Mapping[str, Tensor]) -> nn.Module | Mapping[str
         what = f"is {describe(model)}, not a module or a state dict"
         raise ArgumentError(what, name="model", fix="Give one of these.")
     if isinstance(model, nn.Module) and is_on_disk(model.modules()):
-        what = "diffusers' group offloading keeps its values in files, and its memory has none"
-        raise CheckpointError(what, name="model", fix="Save it before it is offloaded.")
+        raise CheckpointError(ON_DISK, name="model", fix="Save it before it is offloaded.")
     return uncompiled(model)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from .._checks import as_module, as_size, check_callable, describe
 from ..errors import ArgumentError, RuleError, SchemeError
-from ..exchange.refusals import is_on_disk
+from ..exchange.refusals import ON_DISK, is_on_disk
 from ..progress import Progress, ticking
 from ..schemes import Affine, Scheme, SuperBlocks, int8, nf4, scheme_to_text
 from ..ties.components import find_components, tie_of
@@ -150,8 +150,7 @@ def plan_quantize(
     if inputs is not None and (isinstance(inputs, (str, Mapping)) or not isinstance(inputs, Iterable)):
         raise ArgumentError(f"is {describe(inputs)}, not several batches", name="inputs", fix="Give a list of batches.")
     if is_on_disk(model.modules()):
-        what = "diffusers' group offloading keeps its values in files, and its memory has none"
-        raise ArgumentError(what, name="model", fix="Plan before it is offloaded.")
+        raise ArgumentError(ON_DISK, name="model", fix="Plan before it is offloaded.")
     components = find_components(model)
     ties = [tie_of(component) for component in components]
     tensors = named_tensors(model)

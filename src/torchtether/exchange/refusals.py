@@ -92,6 +92,10 @@ def _offloaded_groups(modules: Iterable[nn.Module]) -> list[Any]:
     return [group for group in groups if hasattr(group, "offload_to_disk_path")]
 
 
+ON_DISK = "diffusers' group offloading keeps its values in files, and its memory has none"
+"""What is wrong with a model of which ``is_on_disk`` is true."""
+
+
 def is_on_disk(modules: Iterable[nn.Module]) -> bool:
     """Return whether diffusers keeps values of ``modules`` in files, outside of forward."""
     return any(group.offload_to_disk_path is not None for group in _offloaded_groups(modules))
