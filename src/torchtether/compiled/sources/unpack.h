@@ -5,8 +5,6 @@
 // Whether the processor has AVX-512 VBMI: those before Ice Lake have not.
 #if WIDE_ROWS
 const bool HAS_VBMI = __builtin_cpu_supports("avx512vbmi");
-#else
-constexpr bool HAS_VBMI = false;
 #endif
 
 // What codes become: bytes of a table of 64, or the codes less a number.
@@ -38,7 +36,8 @@ template <int B> inline __m256i sixteen_codes(const uint8_t* p) {
     return _mm256_srli_epi16(_mm256_mullo_epi16(found, load<__m256i>(places.factors)), 16 - B);
 }
 
-template <int B, bool T> inline __m256i looked_up(const __m256i* tables, __m256i codes) {
+// What codes become, by a table in four vectors, or less the first of them.
+template <int B, bool T> inline __m256i become(const __m256i* tables, __m256i codes) {
     if (!T) return _mm256_sub_epi8(codes, tables[0]);
     if (B <= 4) return _mm256_shuffle_epi8(tables[0], codes);
     __m256i found = _mm256_setzero_si256();  // an index whose top bit is set finds 0
@@ -113,8 +112,8 @@ template <int B, bool T> void unpack_codes(const uint8_t* p, const uint8_t* end,
         for (; done < count && end - p >= 32; done += 64, p += 32) {
             _mm_prefetch((const char*)p + 4096, _MM_HINT_T1);
             const __m256i c = load<__m256i>(p), mask = _mm256_set1_epi8(15);
-            const __m256i even = looked_up<B, T>(tables, _mm256_and_si256(c, mask));
-            const __m256i odd = looked_up<B, T>(tables, _mm256_and_si256(_mm256_srli_epi16(c, 4), mask));
+            const __m256i even = become<B, T>(tables, _mm256_and_si256(c, mask));
+            const __m256i odd = become<B, T>(tables, _mm256_and_si256(_mm256_srli_epi16(c, 4), mask));
             const __m256i low = _mm256_unpacklo_epi8(even, odd), high = _mm256_unpackhi_epi8(even, odd);
             _mm256_storeu_si256((__m256i*)(to + done), _mm256_permute2x128_si256(low, high, 0x20));
             _mm256_storeu_si256((__m256i*)(to + done + 32), _mm256_permute2x128_si256(low, high, 0x31));
@@ -123,7 +122,7 @@ template <int B, bool T> void unpack_codes(const uint8_t* p, const uint8_t* end,
     for (; done < count && end - p >= 3 * B + 16; done += 32, p += 4 * B) {
         _mm_prefetch((const char*)p + 4096, _MM_HINT_T1);
         const __m256i codes = _mm256_packus_epi16(sixteen_codes<B>(p), sixteen_codes<B>(p + B));
-        _mm256_storeu_si256((__m256i*)(to + done), looked_up<B, T>(tables, codes));
+        _mm256_storeu_si256((__m256i*)(to + done), become<B, T>(tables, codes));
     }
 #elif defined(__aarch64__)
     uint8x16x4_t table = {};
