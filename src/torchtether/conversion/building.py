@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 from torch.nn.modules import module as hooks
 from torch.nn.parameter import is_lazy
+from torch.utils.hooks import RemovableHandle
 
 from .._checks import describe_some
 from .._interruptions import Deferred
@@ -96,33 +97,60 @@ def _recorded() -> Iterator[None]:
         warn(f"{failed}: not possible on meta, and the code inside tt.on_meta() went on without it. {fix}")
 
 
+class _Watchers(threading.local):
+    """What follows the modules that a thread builds, of its blocks from the outermost on."""
+
+    def __init__(self) -> None:
+        self.all: list[Callable[[nn.Module, Any], None]] = []
+
+
+_WATCHERS = _Watchers()
+_HOOKS: list[RemovableHandle] = []
+_HOOKING = threading.Lock()
+
+
+def _hook_registrations() -> None:
+    """Let torch tell the watchers of a thread what its modules register, from the first block on.
+
+    The hooks stay: torch loops over them in every thread that builds a module, which fails if one is removed meanwhile.
+    """
+    with _HOOKING:
+        if not _HOOKS:
+            registrations = (
+                hooks.register_module_parameter_registration_hook,
+                hooks.register_module_buffer_registration_hook,
+                hooks.register_module_module_registration_hook,
+            )
+            _HOOKS.extend([register(_tell_watchers) for register in registrations])
+
+
+def _tell_watchers(parent: nn.Module, name: str, value: Any) -> None:
+    for watch in tuple(_WATCHERS.all):
+        watch(parent, value)
+
+
 @contextmanager
 def _modules_built() -> Iterator[dict[int, nn.Module]]:
     """Yield a dictionary in which the block collects, by id, the modules in which this thread registers something."""
     built: dict[int, nn.Module] = {}
-    thread = threading.get_ident()
     left = dict(INITIALISING)
     contexts = ExitStack()
 
-    def watch(parent: nn.Module, name: str, value: Any) -> None:
-        if threading.get_ident() == thread:
-            for library in [one for one in left if one in sys.modules]:  # it may be imported inside the block
-                contexts.enter_context(left.pop(library)())
-            built[id(parent)] = parent
-            if isinstance(value, nn.Module):
-                built[id(value)] = value
+    def watch(parent: nn.Module, value: Any) -> None:
+        for library in [one for one in left if one in sys.modules]:  # it may be imported inside the block
+            contexts.enter_context(left.pop(library)())
+        built[id(parent)] = parent
+        if isinstance(value, nn.Module):
+            built[id(value)] = value
 
-    handles = [
-        hooks.register_module_parameter_registration_hook(watch),
-        hooks.register_module_buffer_registration_hook(watch),
-        hooks.register_module_module_registration_hook(watch),
-    ]
+    _hook_registrations()
+    watchers = _WATCHERS.all
+    watchers.append(watch)
     try:
         with contexts:
             yield built
     finally:
-        for handle in handles:
-            handle.remove()
+        watchers.remove(watch)
         built.clear()
 
 
