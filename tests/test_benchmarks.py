@@ -41,7 +41,7 @@ def one_process(monkeypatch):
         monkeypatch.setattr(module, "ProcessPoolExecutor", LongProcess)
     with LongProcess(1, mp_context=multiprocessing.get_context("spawn")) as pool:
 
-        def in_it(function, *args, is_cached=False):
+        def in_it(function, *args):
             return pool.submit(function, *args).result()
 
         for module in (bench_generate, bench_train):

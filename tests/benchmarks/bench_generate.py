@@ -217,11 +217,9 @@ def files_of(model, folder, options):
 def contenders_of(files, dense, options):
     """Names of the contenders, and functions that make one run."""
     given = options.threads, PROMPT[options.size], options.tokens or TOKENS[options.size]
-    found = {DENSE: lambda: in_fresh_process(run_torch, dense, True, options.attention, *given, is_cached=True)}
+    found = {DENSE: lambda: in_fresh_process(run_torch, dense, True, options.attention, *given)}
     for kind, file in files.items():
-        found[f"{OURS} {kind}"] = lambda file=file: in_fresh_process(
-            run_torch, file, False, options.attention, *given, is_cached=True
-        )
+        found[f"{OURS} {kind}"] = lambda file=file: in_fresh_process(run_torch, file, False, options.attention, *given)
         if options.llama_python:
             found[f"{LLAMA} {kind}"] = lambda file=file: run_llama(options.llama_python, file, *given)
     return found
@@ -330,7 +328,7 @@ def main(arguments=None):
             files, dense = files_of(model, Path(folder), options)
             runs = measure(contenders_of(files, dense, options), options.rounds)
             logits = {
-                kind: in_fresh_process(distances, file, options.threads, options.llama_python, is_cached=True)
+                kind: in_fresh_process(distances, file, options.threads, options.llama_python)
                 for kind, file in files.items()
             }
         rows = list(rows_of(model, runs, PROMPT[options.size]))

@@ -285,20 +285,9 @@ def encode_alone(folder, options):
     return lambda: _two_threads(iter(jobs), work)
 
 
-def torchtether_compiled(folder, options):
-    """As on any load but the first one on a machine: the loops have been compiled before, if they can be."""
-    return torchtether(folder, options)
-
-
 def torchtether_ops(folder, options):
-    """Without a compiler."""
+    """Without the compiled kernels."""
     os.environ["TORCHTETHER_COMPILE"] = "0"
-    return torchtether(folder, options)
-
-
-def torchtether_first(folder, options):
-    """The first load on a machine: the loops are being compiled meanwhile."""
-    os.environ["XDG_CACHE_HOME"] = str(folder.parent / f"saved-{os.getpid()}")
     return torchtether(folder, options)
 
 
@@ -496,9 +485,7 @@ CONTENDERS = {
     SEQUENTIAL: sequential_read,
     "encode alone": encode_alone,
     "torchtether": torchtether,
-    "torchtether compiled": torchtether_compiled,
     "torchtether ops": torchtether_ops,
-    "torchtether first": torchtether_first,
     "torchao after": torchao_after,
     "quanto after": quanto_after,
     "bitsandbytes after": bitsandbytes_after,
@@ -592,7 +579,7 @@ def measure(name, folder, options):
     """The figures of one run, with the time of the fastest of several; call it in a process of its own."""
     gc.freeze()  # collections need not walk over the modules of all libraries
     tries = [measure_once(name, folder, options, first=True)]
-    while len(tries) < options.get("tries", 1) and name != "torchtether first" and tries[-1]["wall"] < LONG:
+    while len(tries) < options.get("tries", 1) and tries[-1]["wall"] < LONG:
         tries.append(measure_once(name, folder, options, first=False))
     fastest = min(tries, key=itemgetter("wall"))
     return tries[0] | {"wall": fastest["wall"], "cpu": fastest["cpu"]}
@@ -690,7 +677,7 @@ def groups_of(size, folder):
                 scheme,
                 "bf16-4",
                 bf16 | {"quantize": scheme} | tried,
-                [READ, "encode alone", "torchtether compiled", "torchtether ops", "torchtether first"]
+                [READ, "encode alone", "torchtether", "torchtether ops"]
                 + [n for n, (p, known) in QUANTIZING.items() if scheme in known and importlib.util.find_spec(p)],
                 largest,
             )
@@ -798,7 +785,7 @@ def bars(group, title, runs, largest):
 
 
 def quantize_bars(title, runs, largest, ratio):
-    ours, ops = "torchtether compiled", "torchtether ops"
+    ours, ops = "torchtether", "torchtether ops"
     peak = max(run["anon"] + run["mapped"] - run["final"] for run in runs[ours])
     yield "above the final size, mapped pages included, MiB", peak / MIB, largest / MIB + 64
     for name in (ours, ops):
@@ -806,8 +793,7 @@ def quantize_bars(title, runs, largest, ratio):
             run["wall"] / max(runs[READ][i]["wall"], runs["encode alone"][i]["wall"])
             for i, run in enumerate(runs[name])
         )
-        yield f"{name}, against the slower of read and compiled encoder", slower, 1.3
-    yield "a first load, against torch ops alone", ratio("torchtether first", ops), 1.1
+        yield f"{name}, against the slower of read and encoder alone", slower, 1.3
     peers = [name for name in (*QUANTIZING, "transformers") if name in runs]
     if title == "int8":
         yield "against a plain read", ratio(ours, READ), 2.0
@@ -830,6 +816,8 @@ def main(arguments=None):
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
+    if options.folder is not None and not options.folder.is_dir():
+        parser.error(f"--folder {options.folder}: no folder")
     rows, held = [], []
     server = multiprocessing.get_context("forkserver")  # imports once, and every run still has a process of its own
     server.set_forkserver_preload([name for name in PRELOADED if importlib.util.find_spec(name.split(".")[0])])

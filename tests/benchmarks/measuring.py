@@ -5,7 +5,6 @@ import multiprocessing
 import os
 import platform
 import statistics
-import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -35,18 +34,10 @@ def bar_here(avx2, avx512):
     return avx512 if "AVX512" in torch.backends.cpu.get_cpu_capability() else avx2
 
 
-def in_fresh_process(function, *args, is_cached=False):
-    """Return ``function(*args)`` of a new process, with an empty folder for caches unless ``is_cached``."""
-    before = os.environ.get("XDG_CACHE_HOME")
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        try:
-            if not is_cached:
-                os.environ["XDG_CACHE_HOME"] = folder
-            with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-                return pool.submit(function, *args).result()
-        finally:
-            os.environ.pop("XDG_CACHE_HOME", None)
-            os.environ.update({"XDG_CACHE_HOME": before} if before is not None else {})
+def in_fresh_process(function, *args):
+    """Return ``function(*args)`` of a new process."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(function, *args).result()
 
 
 def peak_memory():
