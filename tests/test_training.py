@@ -211,6 +211,25 @@ def test_a_copy_of_what_is_trained_is_trained_also_after_a_save(way):
     assert torch.equal(frozen.add_(-1e-3).dequantize(), before)
 
 
+@pytest.mark.parametrize("way", [lambda one: pickle.loads(pickle.dumps(one)), _reloaded])
+@pytest.mark.parametrize("name", ["int8", "int4", "mxfp4", "int8 with a master"])
+def test_the_flat_copy_of_what_is_trained_is_the_same_after_a_save(way, name):
+    """State of Prodigy, which holds ``p.flatten().detach().clone()``."""
+    schemes = {
+        "int8": tt.int8(),
+        "int4": tt.int4(32),
+        "mxfp4": tt.mxfp4(),
+        "int8 with a master": tt.Mastered(tt.int8()),
+    }
+    trained = _trained(schemes[name])
+    state = trained.flatten().detach().clone()
+    again = way(state)
+    assert (type(again), again.spec, again.is_trained) == (tt.Weight, state.spec, True)
+    assert all(same_bits(part, again.parts[key]) for key, part in state.parts.items())
+    assert torch.equal(again.view(trained.shape).dequantize(), trained.dequantize())
+    assert torch.equal(again - state, torch.zeros(trained.numel()))
+
+
 @pytest.mark.parametrize("scheme", [tt.int8(), tt.int4(32, symmetric=True)], ids=["int8", "int4-symmetric"])
 @pytest.mark.parametrize("way", ["copy_", "data"])
 @pytest.mark.parametrize("is_frozen", [False, True])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from types import MappingProxyType
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from .._checks import check_tensor, describe
 from ..errors import ArgumentError, SchemeError, UnsupportedOpError
-from ..schemes import Scheme, check_encoded, same_bits
+from ..schemes import Flattened, Scheme, check_encoded, same_bits
 from ..torch_private.dispatching import OpOverload, is_composite, is_foreign_write, return_and_correct_aliasing
 from ..torch_private.observers import never_compiled
 from ..torch_private.tensors import any_requires_grad, as_plain, make_wrapper
@@ -359,12 +360,16 @@ class Weight(Exporting):
         return super().__deepcopy__(memo)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        record = self._spec.to_json()
+        spec, flat = self._spec, self._spec.scheme
+        if isinstance(flat, Flattened):  # a scheme that has no JSON
+            record = {**spec.shaped(flat.shape, scheme=flat.inner, tie=spec.tie).to_json(), "flat": True}
+        else:
+            record = spec.to_json()
         if self.is_trained and not self.requires_grad:
             record["trained"] = True  # state of an optimizer, such as the averages of a schedule-free one
-        spec, is_param = json.dumps(record, sort_keys=True), isinstance(self, torch.nn.Parameter)
+        text, is_param = json.dumps(record, sort_keys=True), isinstance(self, torch.nn.Parameter)
         parts, float8 = to_pickle(self.parts)
-        return rebuild_weight, (parts, float8, spec, self.requires_grad, is_param, self._cut, self._attributes())
+        return rebuild_weight, (parts, float8, text, self.requires_grad, is_param, self._cut, self._attributes())
 
 
 def rebuild_weight(
@@ -379,6 +384,8 @@ def rebuild_weight(
     """Rebuild a Weight for pickle. The spec is JSON, so that this is the only callable that a pickle names."""
     record = json.loads(spec)
     made = WeightSpec.from_json(record).replace(trained=record.get("trained") is True)
+    if record.get("flat") is True:
+        made = made.shaped((math.prod(made.shape),), scheme=Flattened(made.scheme, made.base), tie=made.tie)
     weight = Weight(from_pickle(parts, float8), made, cut=cut)
     return weight._restore(requires_grad, is_param, attributes)
 
