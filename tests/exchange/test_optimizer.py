@@ -107,6 +107,28 @@ def test_master_state_in_another_dtype_is_left_alone():
     assert {s["momentum_buffer"].dtype for s in made.optimizer.state.values()} == {torch.float32}
 
 
+class Wrapper:
+    """As that of accelerate: the wrapped optimizer's groups and state are its own."""
+
+    def __init__(self, optimizer):
+        self.optimizer, self.param_groups, self.state = optimizer, optimizer.param_groups, optimizer.state
+
+
+@pytest.mark.parametrize("wrap", [lambda one: one, Wrapper], ids=["bare", "wrapped"])
+def test_state_that_the_optimizer_calls_not_castable_keeps_its_dtype(wrap):
+    """Of bitsandbytes: its kernels take these moments as float32, and would read and write past 16-bit ones."""
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.Adam(model.parameters())
+    optimizer.non_castable_tensor_keys = {"exp_avg"}
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    before = optimizer.state[model.weight]["exp_avg"].clone()
+    convert(model, dtype=torch.bfloat16, optimizer=wrap(optimizer))
+    state = optimizer.state[model.weight]
+    assert (state["exp_avg"].dtype, state["exp_avg_sq"].dtype) == (torch.float32, torch.bfloat16)
+    assert torch.equal(state["exp_avg"], before)
+
+
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_steps_stay_where_they_were_unless_fused(optimizer):
     made = rig(KINDS["plain"], optimizer)

@@ -129,15 +129,17 @@ def follow(optimizer: Optimizers, changed: Iterable[Before], journal: Journal | 
     """Move state tensors to their parameter's device, and to its dtype where they had its old one.
 
     A state tensor changes dtype if it had the parameter's old one, float or complex, and is no counter such as
-    ``step``: moments follow; float32 state of a bfloat16 parameter does not, nor do scales of 8-bit moments.  Counters
-    (integers of rank 0, and what torch's optimizers call ``step``) stay on the CPU unless the optimizer is fused or
-    capturable.  State on ``meta`` has no values; it is deleted, and the next step creates it again.
+    ``step``: moments follow; float32 state of a bfloat16 parameter does not, nor do scales of 8-bit moments, nor what
+    the optimizer lists in ``non_castable_tensor_keys``.  Counters (integers of rank 0, and what torch's optimizers call
+    ``step``) stay on the CPU unless the optimizer is fused or capturable.  State on ``meta`` has no values; it is
+    deleted, and the next step creates it again.
 
     ``journal`` gets a function per state tensor that restores it.
     """
     optimizers = _with_wrapped(optimizers_of(optimizer))
     changes = [Converted(*before) for before in changed] if optimizers else []
     for one in optimizers:
+        kept = _keys_of_one_dtype(one)
         on_device = {
             id(parameter): bool(group.get("fused") or group.get("capturable"))
             for group in one.param_groups
@@ -146,7 +148,7 @@ def follow(optimizer: Optimizers, changed: Iterable[Before], journal: Journal | 
         for change in changes:
             state = one.state.get(change.held)
             if isinstance(state, dict) and (change.dtype, change.device) != (change.held.dtype, change.held.device):
-                _follow_one(one, change, state, on_device.get(id(change.held), False), journal)
+                _follow_one(one, change, state, kept, on_device.get(id(change.held), False), journal)
 
 
 def _with_wrapped(optimizers: Iterable[Optimizer]) -> list[Optimizer]:
@@ -161,7 +163,12 @@ def _with_wrapped(optimizers: Iterable[Optimizer]) -> list[Optimizer]:
 
 
 def _follow_one(
-    optimizer: Optimizer, change: Converted, state: dict[str, Any], steps_move: bool, journal: Journal | None
+    optimizer: Optimizer,
+    change: Converted,
+    state: dict[str, Any],
+    kept: set[Any],
+    steps_move: bool,
+    journal: Journal | None,
 ) -> None:
     if change.device.type == "meta" != change.held.device.type and any(
         isinstance(value, Tensor) and value.is_meta for value in state.values()
@@ -172,13 +179,23 @@ def _follow_one(
         return
     if any(isinstance(value, Tensor) and value.dtype == torch.uint8 for value in state.values()):
         change = change._replace(dtype=change.held.dtype)  # bitsandbytes: floats are tables and scales of 8-bit codes
+    moved = change._replace(dtype=change.held.dtype)
     for key, old in list(state.items()):
-        new = _followed(old, change, steps_move, key in _NUMBERS)
+        new = _followed(old, moved if key in kept else change, steps_move, key in _NUMBERS)
         if new is not old:
             if journal is not None:
                 journal.append(lambda key=key, old=old: state.__setitem__(key, old))  # type: ignore[misc]
             state[key] = new
             del old, new  # at most one state tensor exists twice
+
+
+def _keys_of_one_dtype(optimizer: Optimizer) -> set[Any]:
+    """Return the keys of state whose dtype even ``load_state_dict`` of the optimizer, or of one that it wraps, keeps.
+
+    bitsandbytes lists them: its kernels take moments that are not of 8 bits as float32, whatever the parameter is.
+    """
+    wrapped = [value for value in getattr(optimizer, "__dict__", {}).values() if hasattr(value, "param_groups")]
+    return {key for one in (optimizer, *wrapped) for key in getattr(one, "non_castable_tensor_keys", ())}
 
 
 def _followed(value: Any, change: Converted, steps_move: bool, is_number: bool) -> Any:
