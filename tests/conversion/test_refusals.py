@@ -326,3 +326,27 @@ def test_a_dtype_that_is_none():
     made = rig(KINDS["plain"])
     with refused(made, r"dtype='bfloat16' is a str"):
         convert(made.model, dtype="bfloat16")
+
+
+class Sparse(nn.Linear):
+    def __init__(self):
+        super().__init__(2, 2)
+        self.register_buffer("heads", torch.eye(4).to_sparse(), persistent=False)
+
+
+def test_a_sparse_buffer_on_meta_is_refused_as_what_is_not_recorded_until_it_is_real(tmp_path):
+    source = Sparse()
+    tt.save(source, tmp_path / "x")
+    with tt.on_meta():
+        model = Sparse()
+    with pytest.raises(
+        ConversionError, match=r"^heads: on meta, and tt\.on_meta\(\) does not record torch\.sparse_coo tens"
+    ):
+        tt.materialize(model)
+    (fault,) = tt.plan_load(model, tmp_path / "x").faults
+    assert fault.endswith("tt.on_meta() does not record torch.sparse_coo tensors: assign a real one first.")
+    assert model.weight.is_meta
+    model.heads = source.heads
+    tt.load(model, tmp_path / "x")
+    assert torch.equal(model.weight, source.weight)
+    assert model.heads is source.heads

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
+import torch
 from torch import nn
 
 from .._checks import describe_some
@@ -162,12 +163,15 @@ def _refuse_missing(draft: Draft) -> None:
     for i, name in enumerate(name for name in draft.missing if name not in explained):
         near = _near(name, draft.given) if i < _GUESSES else ""
         draft.add_fault(name, f"the checkpoint does not have it{near}")
+    buffers = {n: m.tensor for c in draft.targets.components for m in c.members for n in m.names} if draft.lost else {}
     for name in draft.lost:
-        draft.add_fault(
-            name,
-            "it is a non-persistent buffer on meta, which the checkpoint does not have. "
-            "Build the model under tt.on_meta().",
+        layout = buffers[name].layout
+        fix = (
+            "Build the model under tt.on_meta()."
+            if layout is torch.strided
+            else f"tt.on_meta() does not record {layout} tensors: assign a real one first."
         )
+        draft.add_fault(name, f"it is a non-persistent buffer on meta, which the checkpoint does not have. {fix}")
 
 
 def _refuse_unexpected(draft: Draft, surplus: Iterable[str], known: set[str]) -> None:
