@@ -148,6 +148,7 @@ def test_faults(tmp_path, damage):
         lambda t: t.update({"m.SCB": torch.ones(3)}),
         lambda t: t.update({"m.SCB": torch.ones(4).half()}),
         lambda t: t.update({"m.weight": torch.ones(4, 64)}),
+        lambda t: t.update({"m.weight": torch.ones(4).char()}),
         lambda t: t.update({"m.weight_format": torch.tensor(2, dtype=torch.uint8)}),
         lambda t: t.update({"m.weight_format": torch.zeros(3, dtype=torch.uint8)}),
     ],

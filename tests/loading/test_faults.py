@@ -69,6 +69,11 @@ FAULTS = {
     "conflict": (state(), {"quantize": {"head.weight": "int8", "emb.weight": "nf4"}}, "to which it is tied"),
     "ties_word": (state(), {"ties": "mine"}, "ties: 'mine' is none of"),
     "collision": (state(), {"rename": [(r"norm\.(weight|bias)", "norm.weight")]}, "norm.weight: .* both renamed to it"),
+    "missing_beside": (
+        state(drop=["mid.bias"]),
+        {"rename": [tt.Concat(["norm.weight", "none.weight"], "norm.weight", dim=0)]},
+        "mid.bias: the checkpoint does not have it",
+    ),
     "tie": (state(head__weight=torch.zeros(12, 8)), {}, "head.weight: the model ties it to emb.weight"),
 }
 

@@ -12,6 +12,7 @@ from tests.catalog import each_quantized, few_schemes
 from tests.loading.models import Fused, Odd, Slices, Storage, Turned
 from tests.refitting.nets import bits, build, copied, is_same, is_unchanged, places
 from torchtether.progress import Meter
+from torchtether.refitting.report import checksum_by_all, checksum_of
 
 SOURCES = {
     "path": lambda state, folder: _saved(state, folder),
@@ -359,3 +360,22 @@ def test_checksums_of_turned_tensors_hold_no_copy_of_them():
     assert set(report.checksums.values()) == {zlib.crc32(source[0].detach().contiguous().numpy().tobytes())}
     if meter.peak is not None:
         assert meter.peak < model[0].nbytes // 2
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.arange(6.0).view(2, 3).t(),
+        torch.arange(3 * 2**20)[::3],
+        torch.ones(5, dtype=torch.complex64).mul(1j).conj(),
+        torch.ones(5, dtype=torch.complex64).mul(1j).conj().imag,
+        torch.ones(()),
+        torch.ones(0, 3),
+        tt.Weight.encode(torch.ones(8, 64), tt.int4(32)).t(),
+    ],
+    ids=["transposed", "with gaps", "conjugated", "negated", "scalar", "empty", "Weight"],
+)
+def test_checksums_are_those_of_the_values_in_order_wherever_they_lie(tensor):
+    parts = tensor.parts.values() if isinstance(tensor, tt.Weight) else [tensor]
+    stored = b"".join(part.resolve_conj().resolve_neg().contiguous().numpy().tobytes() for part in parts)
+    assert checksum_by_all(tensor) == checksum_of(tensor) == zlib.crc32(stored)

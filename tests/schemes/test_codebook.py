@@ -240,6 +240,7 @@ def test_a_code_beyond_the_table_decodes_to_0_with_any_number_of_bits(bits, flat
         (lambda: fp4(64), "^double_quant: is 64, not a bool"),
         (lambda: int4(64, 128), "^symmetric: is 128, not a bool"),
         (lambda: nf4("no"), "^double_quant: is a str, not a bool"),
+        (lambda: torchtether.nvfp4(global_divides="no"), "^global_divides: is a str, not a bool"),
     ],
 )
 def test_a_size_is_no_flag(make, why):
