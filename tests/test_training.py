@@ -333,6 +333,66 @@ def test_few_schemes_of_one_bit_have_no_way(monkeypatch, scheme, warns):
     assert [one.category for one in told] == [tt.TrainingWarning] * warns
 
 
+STATE = {
+    "empty_like": lambda weight: torch.nn.init.constant_(torch.empty_like(weight), 0.1),
+    "new_zeros": lambda weight: weight.new_zeros(weight.shape),
+    "new_empty": lambda weight: weight.new_empty(weight.shape).zero_(),
+}
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        lambda state, grad: state.mul_(0.9).add_(grad, alpha=0.1),
+        lambda state, grad: state.lerp_(grad, 0.1),
+        lambda state, grad: torch._foreach_addcmul_([state], [grad], [grad]),
+    ],
+    ids=["add_", "lerp_", "_foreach_addcmul_"],
+)
+@pytest.mark.parametrize("make", STATE.values(), ids=STATE)
+def test_state_of_an_optimizer_that_is_quantized_is_told_once(monkeypatch, make, step):
+    """As that of Yogi and Conda: rounded to codes, small steps are lost, and nothing else says so."""
+    monkeypatch.setattr(inplace, "_warned", set())
+    weight = torch.nn.Parameter(_trained(tt.int8()).detach())
+    state = make(weight.detach())
+    with torch.no_grad():
+        with pytest.warns(tt.TrainingWarning, match="zeros_like") as told:
+            step(state, torch.randn(weight.shape))
+        step(state, torch.randn(weight.shape))
+    assert [one.filename for one in told] == [__file__]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda weight: torch.empty_like(weight).copy_(weight),
+        lambda weight: weight.detach().clone(),
+        lambda weight: torch.nn.Parameter(torch.empty_like(weight)).data.fill_(1),
+        lambda weight: weight.new_zeros((weight.shape[0] + 1, *weight.shape[1:]))[:-1].copy_(weight),
+    ],
+    ids=["copied into", "clone", "parameter", "rows of what pads"],
+)
+def test_weights_with_values_are_no_such_state(monkeypatch, make):
+    monkeypatch.setattr(inplace, "_warned", set())
+    weight = _trained(tt.int8()).detach()
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("error")
+        make(weight).add_(torch.randn(weight.shape))
+
+
+def test_a_model_on_new_memory_trains_without_a_warning(monkeypatch):
+    """``to_empty`` makes the memory by ``empty_like``."""
+    monkeypatch.setattr(inplace, "_warned", set())
+    model = tt.quantize(torch.nn.Linear(64, 8), "int8").to_empty(device="cpu")
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter.requires_grad_())
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(2, 64)).sum().backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.step()
+
+
 def test_the_warning_names_the_step(monkeypatch):
     monkeypatch.setattr(inplace, "_warned", set())
     weight = torch.nn.Parameter(_trained(Halves()).detach())

@@ -12,7 +12,7 @@
     ├── CheckpointError    (ValueError)            a file that cannot be read or written
     └── LawError           (AssertionError)        a class, scheme or format breaks laws of tt.testing
 
-    TrainingWarning        (UserWarning)           a trainable Weight whose scheme loses small updates; warned once
+    TrainingWarning        (UserWarning)           a Weight whose scheme loses small updates; warned once
 
 The text is ``name: what is wrong, with both values. What to do.`` on one line, because torch prints errors that
 are raised inside ``load_state_dict`` through ``repr``.
@@ -96,7 +96,9 @@ class LawError(TetherError, AssertionError):
 
 
 class TrainingWarning(UserWarning):
-    """Report a trainable Weight whose scheme rounds updates to the nearest, so that small ones have no effect.
+    """Report a Weight whose scheme rounds updates to the nearest, so that small ones have no effect.
+
+    It is one that is trained, or state that an optimizer made by ``torch.empty_like``, ``new_empty`` or ``new_zeros``.
 
     >>> issubclass(TrainingWarning, UserWarning)
     True

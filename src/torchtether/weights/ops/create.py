@@ -10,11 +10,29 @@ import torch
 from torch import Tensor
 
 from ...schemes import Scheme
-from ..dispatch import rule
+from ..dispatch import ATTACHED, rule
 from ..weight import Weight
 from .padding import mark_padded
 
 aten = torch.ops.aten
+
+_UNFILLED = "_unfilled"
+ATTACHED.add(_UNFILLED)
+
+
+def is_unfilled(weight: Weight) -> bool:
+    """Return whether ``weight`` comes from a factory op and nothing was copied into it: it may be optimizer state."""
+    return _UNFILLED in weight.__dict__ and not isinstance(weight, torch.nn.Parameter)
+
+
+def mark_filled(weight: Weight) -> None:
+    """Tell that values of another tensor were copied into ``weight``."""
+    weight.__dict__.pop(_UNFILLED, None)
+
+
+def _mark_unfilled(made: Weight) -> Weight:
+    made.__dict__[_UNFILLED] = True
+    return made
 
 
 @rule(aten.empty_like.default)
@@ -28,7 +46,7 @@ def empty_like(op: Any, weight: Weight, *, dtype: torch.dtype | None = None, **k
     for name, part in weight.scheme.layout(weight.spec.base).items():
         if part.span == 0:
             parts[name].zero_()
-    return weight.with_parts(parts, weight.spec.replace(dtype=dtype))
+    return _mark_unfilled(weight.with_parts(parts, weight.spec.replace(dtype=dtype)))
 
 
 @rule(aten.new_empty.default, aten.new_zeros.default)
@@ -50,7 +68,7 @@ def new_rows(
             made = made.with_parts(_zeros_beside(weight.scheme, zeros, {**made.parts, **held}))
     facts = {"tie": weight.tie, "activations": weight.spec.activations, "trained": weight.is_trained}
     made._spec = made.spec.replace(**facts)
-    return mark_padded(made)
+    return mark_padded(_mark_unfilled(made))
 
 
 def _zeros_beside(scheme: Scheme, zeros: Tensor, parts: dict[str, Tensor]) -> dict[str, Tensor]:

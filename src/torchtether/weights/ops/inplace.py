@@ -19,6 +19,7 @@ from ..dispatch import FOREIGN_WRITES, rule
 from ..products import decoding
 from ..spec import to_base
 from ..weight import Weight
+from .create import is_unfilled, mark_filled
 from .padding import is_shard, mark_shard, whole_of
 from .values import overloads
 
@@ -94,12 +95,26 @@ def _turned(values: Tensor, one: Weight, other: Weight) -> Tensor:
 @rule(*overloads(UPDATES, writes=True), kind="re-encoded")
 def update(op: Any, *args: Any, **kwargs: Any) -> Any:
     """Run ``op`` as ``write`` does; the results on trained Weights are rounded stochastically."""
-    if any(weight.is_trained and not weight.scheme.transparent for weight in written_by(op, args, kwargs, Weight)):
+    written = written_by(op, args, kwargs, Weight)
+    _warn_of_state(written)
+    if any(weight.is_trained and not weight.scheme.transparent for weight in written):
         return _write_in_float32(op, args, kwargs, is_update=True)
     return write(op, *args, **kwargs)
 
 
 FOREIGN_WRITES.append(update)
+
+
+def _warn_of_state(written: Sequence[Weight]) -> None:
+    """Warn once of a Weight that is summed up, although no values were copied into it: state of an optimizer."""
+    found = next((one for one in written if is_unfilled(one) and not one.scheme.transparent), None)
+    if found is not None and is_unfilled not in _warned:
+        _warned.add(is_unfilled)
+        warn(
+            f"{found.scheme} rounds what is added to a Weight that torch.empty_like or new_zeros made; "
+            "if it is optimizer state, the optimizer must make it by torch.zeros_like, or it trains badly",
+            TrainingWarning,
+        )
 
 
 def _write_in_float32(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_update: bool) -> Any:
@@ -196,7 +211,7 @@ def _update(weight: Weight, values: Tensor) -> dict[str, Tensor] | None:
     return _keeping_shared(weight, base, scheme.reencode(base, weight.parts))
 
 
-_warned: set[type] = set()
+_warned: set[Any] = set()
 
 
 def encode_like(weight: Weight, values: Tensor) -> dict[str, Tensor] | None:
@@ -235,6 +250,7 @@ def copy_(op: Any, held: Tensor, given: Tensor, non_blocking: bool = False) -> T
     if not isinstance(held, Weight):
         op(held, given.values_of() if isinstance(given, Weight) else given, non_blocking)
         return held
+    mark_filled(held)
     if held.scheme.transparent:
         op(held.values_of(), given.values_of() if isinstance(given, Weight) else given, non_blocking)
         return held
