@@ -169,6 +169,26 @@ def test_a_change_of_dtype_is_expected_where_it_keeps_values(tmp_path, mine, the
     assert (report.faults == ()) == kept
 
 
+@pytest.mark.parametrize("kept", ["emb.weight", "head.weight"])
+def test_a_name_that_is_tied_to_one_in_both_files_is_not_missing(tmp_path, kept):
+    """As of a folder of transformers, which has one of the names, and a save of ours, which has both."""
+    values = torch.randn(8, 4)
+    tt.save({"emb.weight": values, "head.weight": values, "rows": values[:2], "b": torch.ones(1)}, tmp_path / "tied")
+    tt.save({kept: values.clone(), "rows": values[:2].clone(), "b": torch.ones(1)}, tmp_path / "plain")
+    for one, other in (("tied", "plain"), ("plain", "tied")):
+        assert not verify_checkpoint(tmp_path / one, against=tmp_path / other).faults
+
+
+def test_names_that_one_file_lacks_are_faults(tmp_path):
+    values = torch.randn(8, 4)
+    tt.save({"a": values, "rows": values[:2], "other": torch.ones(1)}, tmp_path / "more")
+    tt.save({"a": values.clone()}, tmp_path / "less")
+    missing = [f"{name}: it is missing in {tmp_path / 'less'}" for name in ("rows", "other")]
+    assert sorted(verify_checkpoint(tmp_path / "more", against=tmp_path / "less").faults) == sorted(missing)
+    here = [f"{name}: it is in {tmp_path / 'more'}, but not here" for name in ("rows", "other")]
+    assert sorted(verify_checkpoint(tmp_path / "less", against=tmp_path / "more").faults) == sorted(here)
+
+
 def test_what_differs_in_bits_alone_is_said_to(tmp_path):
     for name, zero in {"made": -0.0, "source": 0.0}.items():
         save_file({"t": torch.tensor([zero])}, tmp_path / f"{name}.safetensors")

@@ -131,9 +131,8 @@ def _wrong_values(checkpoint: Checkpoint, damaged: set[str]) -> Iterator[tuple[s
 def _compare(checkpoint: Checkpoint, source: Checkpoint, faults: list[str], progress: Progress) -> list[Difference]:
     found: list[Difference] = []
     names = [name for name in checkpoint if not _is_done(checkpoint, source, name)]
-    faults += [f"{name}: it is missing in {source.path}" for name in names if name not in source]
-    absent = [name for name in source if name not in checkpoint and not source.is_padding(name)]
-    faults += [f"{name}: it is in {source.path}, but not here" for name in absent]
+    faults += [f"{name}: it is missing in {source.path}" for name in _only_in(checkpoint, source)]
+    faults += [f"{name}: it is in {source.path}, but not here" for name in _only_in(source, checkpoint)]
     names = [name for name in names if name in source]
     with ticking(progress, sum(checkpoint.nbytes(name) for name in names), "compare") as tick:
         for name in names:
@@ -149,6 +148,14 @@ def _compare(checkpoint: Checkpoint, source: Checkpoint, faults: list[str], prog
                 faults.append(f"{name}: its values {what}, {allowed}")
             found.append(one)
     return sorted(found, key=lambda one: (one.sqnr, -one.largest, one.name))
+
+
+def _only_in(one: Checkpoint, other: Checkpoint) -> list[str]:
+    """Return the names in ``one`` of which ``other`` has neither the name nor another that ``one`` ties to it."""
+    found = {name: one.find(name) for name in one}
+    held = {owner for name, (owner, view) in found.items() if view is None and name in other}
+    lacks = [name for name, (owner, view) in found.items() if name not in other and (view or owner not in held)]
+    return [name for name in lacks if not one.is_padding(name)]
 
 
 def _is_done(checkpoint: Checkpoint, source: Checkpoint, name: str) -> bool:
