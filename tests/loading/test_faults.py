@@ -153,20 +153,42 @@ def test_names_of_modules_that_torch_compile_wraps_are_explained(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("model", "names", "rename"),
+    ("model", "names"),
     [
-        (nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), ["weight", "bias"], None),  # 0. and 1. fit alike
-        (nn.ModuleDict({"emb": nn.Embedding(2, 2), "mid": nn.Linear(2, 2)}), ["weight"], None),
-        (nn.Linear(2, 2), ["m.weight", "m.bias"], [("^m", "n")]),  # the rule of the hint would replace this one
-        (nn.Sequential(nn.Linear(2, 2)), ["m.weight", "m.bias"], [("^m.", "")]),
+        (nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), ["weight", "bias"]),  # 0. and 1. fit alike
+        (nn.ModuleDict({"emb": nn.Embedding(2, 2), "mid": nn.Linear(2, 2)}), ["weight"]),
     ],
 )
-def test_no_prefix_is_named_where_several_fit_or_rules_have_changed_the_names(tmp_path, model, names, rename):
+def test_no_prefix_is_named_where_several_fit(tmp_path, model, names):
     tt.save({name: torch.zeros((2, 2) if "weight" in name else (2,)) for name in names}, tmp_path / "x")
-    with contextlib.closing(tt.plan_load(model, tmp_path / "x", rename=rename)) as plan:
+    with contextlib.closing(tt.plan_load(model, tmp_path / "x")) as plan:
         assert not any("lack this prefix" in fault for fault in plan.faults)
-        told = [fault for fault in plan.faults if "to which the rules of rename= change it" in fault]
-    assert len(told) == (len(names) if rename else 0)
+
+
+LINEAR = {"m.weight": (2, 2), "m.bias": (2,)}
+
+
+@pytest.mark.parametrize(
+    ("model", "stored", "rename"),
+    [
+        (nn.Linear(2, 2), LINEAR, [("^m", "n")]),
+        (nn.Sequential(nn.Linear(2, 2)), LINEAR, [("^m.", "")]),
+        (nn.Linear(2, 2), LINEAR, [("none", "n")]),
+        (nn.Sequential(nn.Linear(2, 2)), {f"_orig_mod.{name}": LINEAR[name] for name in LINEAR}, [("m.", "0.")]),
+        (
+            nn.ModuleDict({"a": nn.ModuleDict({name: nn.Linear(2, 2, bias=False) for name in "qk"})}),
+            {"qk.weight": (4, 2)},
+            [tt.Split("qk", ["q", "k"])],
+        ),
+    ],
+    ids=["changed", "cut", "unchanged", "compiled", "split"],
+)
+def test_where_rules_are_given_the_hint_is_a_rule_to_add(tmp_path, model, stored, rename):
+    tt.save({name: torch.zeros(stored[name]) for name in stored}, tmp_path / "x")
+    with contextlib.closing(tt.plan_load(model, tmp_path / "x", rename=rename)) as plan:
+        (hint,) = [fault for fault in plan.faults if "at the end of rename=" in fault]
+    rule = ast.literal_eval(hint.partition("Add ")[2].partition(" at the end")[0])
+    tt.load(model, tmp_path / "x", rename=[*rename, rule])
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])

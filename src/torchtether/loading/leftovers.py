@@ -143,8 +143,10 @@ def check_leftovers(draft: Draft, model: nn.Module) -> None:
         before, strange = len(draft.faults), [name for name in left if name not in known]
         _refuse_missing(draft)
         _refuse_unexpected(draft, strange, known)
-        if strange and all(given.keys_of(name) == (name,) for name in strange):
-            found = _describe_compiled(strange, known) or _describe_prefix(strange, known, given.listed)
+        rename = targets.options.rename
+        if strange and (rename is not None or all(given.keys_of(name) == (name,) for name in strange)):
+            advice = "Load with rename=[{}]" if rename is None else "Add {} at the end of rename="
+            found = _describe_compiled(strange, known, advice) or _describe_prefix(strange, known, given.listed, advice)
             draft.faults[before:before] = found
 
 
@@ -182,17 +184,20 @@ def _refuse_unexpected(draft: Draft, surplus: Iterable[str], known: set[str]) ->
         draft.add_fault(describe_some(draft.given.keys_of(name), KEYS_SHOWN), f"the model does not have {what}{near}")
 
 
-def _describe_compiled(strange: Sequence[str], known: set[str]) -> list[str]:
-    """Return a fault if ``strange`` names of a checkpoint are ``known``, but for what torch.compile puts into names."""
+def _describe_compiled(strange: Sequence[str], known: set[str], advice: str) -> list[str]:
+    """Return a fault if ``strange`` names of a checkpoint are ``known``, but for what torch.compile puts into names.
+
+    ``advice`` says what to do with a rule.
+    """
     if all(name.replace(COMPILED, "") in known for name in strange):
-        return [f"{COMPILED}*: torch.compile put this into names. Load with rename=[({re.escape(COMPILED)!r}, '')]"]
+        return [f"{COMPILED}*: torch.compile put this into names. {advice.format((re.escape(COMPILED), ''))}"]
     if {name.replace(COMPILED, "") for name in known if COMPILED in name}.issuperset(strange):
         what = "torch.compile has wrapped a module in the model, and put this into names"
         return [f"{COMPILED}*: {what}. Load first, or compile it in place: module.compile() keeps its names"]
     return []
 
 
-def _describe_prefix(strange: Sequence[str], known: set[str], listed: Iterable[str]) -> list[str]:
+def _describe_prefix(strange: Sequence[str], known: set[str], listed: Iterable[str], advice: str) -> list[str]:
     """Return a fault if all names that a checkpoint has, ``strange``, are ``known`` with or without a prefix."""
     if not known.isdisjoint(listed):
         return []
@@ -201,13 +206,13 @@ def _describe_prefix(strange: Sequence[str], known: set[str], listed: Iterable[s
         prefix = first[:end]
         if all(name.startswith(prefix) and name[end:] in known for name in strange):
             rule = (f"^{re.escape(prefix)}", "")
-            return [f"{prefix}*: the names of the model lack this prefix. Load with rename=[{rule!r}]"]
+            return [f"{prefix}*: the names of the model lack this prefix. {advice.format(rule)}"]
     longer = {name.removesuffix(first) for name in known if name.endswith(f".{first}")}
     fitting = [prefix for prefix in longer if all(prefix + name in known for name in strange)]
     if len(fitting) != 1:  # of several, such as those of all layers of a stack, none is meant more than another
         return []
     rule = ("^", fitting[0])
-    return [f"{fitting[0]}*: the names of the checkpoint lack this prefix. Load with rename=[{rule!r}]"]
+    return [f"{fitting[0]}*: the names of the checkpoint lack this prefix. {advice.format(rule)}"]
 
 
 def _near(name: str, names: Iterable[str]) -> str:
