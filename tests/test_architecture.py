@@ -32,7 +32,7 @@ LEVELS = [
     {"pictures", "renaming", "testing"},
     {"integrations"},
     {"loading"},
-    {"cli", "distributed"},
+    {"__main__", "cli", "distributed"},
     {"refitting"},
 ]
 LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
@@ -40,6 +40,7 @@ THIRD_PARTY = {"torch", "safetensors", "numpy", "tqdm"}
 # Modules that nothing in the package imports before its user has imported those libraries, or that import them when
 # they are called.
 NEEDED_ELSEWHERE = {
+    "__main__.py": {"torchtether_cli"},
     "compiled/setup_build.py": {"setuptools"},
     "gpu/decoding_kernels.py": {"triton"},
     "gpu/tile_kernels.py": {"triton"},

@@ -32,7 +32,7 @@ def test_inspect_shows_tensors_ties_and_schemes(tmp_path, capsys):
     tt.save(model, tmp_path, max_shard_size=300)
     assert main(["inspect", str(tmp_path)]) == 0
     text = capsys.readouterr().out
-    assert text.splitlines()[-1] == "8 tensors, 584 B in 2 files, format native, 1 ties"
+    assert text.splitlines()[-1] == "8 tensors, 584 B in 2 files, format native, 1 tie"
     table, tree = text.split("\n\n")
     lines = {line.split()[0]: line for line in table.splitlines()}
     assert "float32" in lines["emb.weight"]
@@ -45,8 +45,8 @@ def test_inspect_shows_tensors_ties_and_schemes(tmp_path, capsys):
         "├── head.weight",
         "└── turned (view [8, 12], stride [1, 8], offset 0)",
         "float32: 4 tensors, 480 B",
-        "int8: 1 tensors, 96 B",
-        "int64: 1 tensors, 8 B",
+        "int8: 1 tensor, 96 B",
+        "int64: 1 tensor, 8 B",
     ]
 
 
@@ -102,7 +102,7 @@ def test_ties_shows_trees_also_of_names_that_others_note(tmp_path, capsys):
     assert main(["ties", str(tmp_path / "ours")]) == 0
     assert capsys.readouterr().out.splitlines()[:2] == ["emb.weight", "├── head.weight"]
     assert main(["ties", str(tmp_path / "theirs.safetensors")]) == 0
-    assert capsys.readouterr().out.splitlines() == ["emb.weight", "└── head.weight", "1 ties"]
+    assert capsys.readouterr().out.splitlines() == ["emb.weight", "└── head.weight", "1 tie"]
     tt.save({"a": torch.ones(2)}, tmp_path / "none.safetensors")
     assert main(["ties", str(tmp_path / "none.safetensors")]) == 0
     assert capsys.readouterr().out == "0 ties\n"
@@ -307,15 +307,16 @@ def test_the_command_begins_outside_of_the_package(tmp_path, monkeypatch, capsys
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_the_module_can_be_run(tmp_path):
+@pytest.mark.parametrize("module", ["torchtether", "torchtether.cli.main", "torchtether_cli"])
+def test_the_module_can_be_run(tmp_path, module):
     tt.save({"a": torch.ones(2)}, tmp_path / "x.safetensors")
     done = subprocess.run(
-        [sys.executable, "-m", "torchtether.cli.main", "inspect", str(tmp_path / "x.safetensors")],
+        [sys.executable, "-m", module, "inspect", str(tmp_path / "x.safetensors")],
         capture_output=True,
         text=True,
         check=True,
     )
-    assert "1 tensors, 8 B in 1 file" in done.stdout
+    assert "1 tensor, 8 B in 1 file" in done.stdout
 
 
 def _printed(monkeypatch, encoding, *command):
@@ -353,7 +354,7 @@ def test_a_closed_stream_does_no_harm(tmp_path, closed):
             [sys.executable, "-c", close, closed, *words], capture_output=True, text=True, check=False
         )
         assert (done.returncode, done.stderr) == (0, "")
-    assert ("1" not in closed) == ("1 tensors, 4.35 kB: nothing wrong" in done.stdout)
+    assert ("1" not in closed) == ("1 tensor, 4.35 kB: nothing wrong" in done.stdout)
 
 
 def test_the_demo_shows_what_differs(tmp_path, monkeypatch):

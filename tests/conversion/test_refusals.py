@@ -303,6 +303,19 @@ def test_fsdp1(process_group):
 
 
 @pytest.mark.filterwarnings("ignore")
+def test_a_load_of_a_sharded_model_names_the_call_for_it(process_group, tmp_path):
+    from torch.distributed.fsdp import fully_shard
+
+    model = nn.Linear(4, 4)
+    tt.save(model, tmp_path / "x")
+    fully_shard(model, mesh=torch.distributed.device_mesh.init_device_mesh("cpu", (1,)))
+    faults = tt.plan_load(model, tmp_path / "x").faults
+    assert len(faults) == 2
+    for fault in faults:
+        assert fault.endswith("it is a DTensor, which cannot be loaded from a file. Use tt.distributed.load")
+
+
+@pytest.mark.filterwarnings("ignore")
 def test_fsdp2_before_and_after_its_first_forward(process_group):
     from torch.distributed.fsdp import fully_shard
 

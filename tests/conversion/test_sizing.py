@@ -161,6 +161,11 @@ def test_what_cannot_be_planned_is_refused(changes, kind, what):
     assert "\n" not in str(raised.value)
 
 
+def test_what_is_quantized_already_is_named_as_the_reason():
+    with pytest.raises(tt.RuleError, match=r"^model: has no float weight .* \(2 parameters are quantized already\)"):
+        tt.plan_quantize(tt.quantize(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), "int8"), bits=4)
+
+
 @pytest.mark.parametrize("value", ["nan", "inf"])
 def test_inputs_that_are_not_finite_are_refused(value):
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))

@@ -205,6 +205,14 @@ def test_tied_weights_stay_tied_whichever_names_the_checkpoint_stores(tmp_path, 
     assert torch.equal(logits_of(read), logits_of(model))
 
 
+def test_rules_in_place_of_the_scheme_are_refused_with_the_argument_for_them():
+    from torchtether.integrations.transformers import TetherConfig
+
+    with pytest.raises(tt.ArgumentError, match=r"^scheme: is a mapping, not a scheme\. Give rules by glob as rules="):
+        TetherConfig({"*_proj.weight": "nf4"})
+    assert TetherConfig(tt.nf4().to_json()).scheme == tt.nf4().to_json()
+
+
 @pytest.mark.parametrize("changed", [{"num_labels": 5}, {"vocab_size": 300}])
 def test_a_tensor_of_another_shape_is_an_error_or_initialized_anew(tmp_path, changed):
     from torchtether.integrations.transformers import TetherConfig

@@ -174,7 +174,7 @@ def test_nothing_changed():
     model = Layers()
     diff = tt.storage_map(model).diff(tt.storage_map(model))
     assert not diff
-    assert str(diff).splitlines()[1:] == ["nothing has changed"]
+    assert str(diff).splitlines()[1:] == ["nothing has changed (values are not compared)"]
 
 
 def test_a_quantization_is_told_by_name():

@@ -25,6 +25,7 @@ from ..formats import WRITABLE
 from ..geometry.views import View
 from ..pictures import storage_map
 from ..pictures.drawing import clean, describe_bytes
+from ..pictures.rows import counted
 from ..schemes import NAMED, Plain, Scheme, scheme_from_text, scheme_to_text
 from ..schemes.search import FITS
 from .made import print_made, print_plan
@@ -175,6 +176,7 @@ def _described_schemes() -> str:
             for one in inspect.signature(make).parameters.values()
         )
         lines.append(f"  {name}({', '.join(options)})")
+    lines.append("  Affine, Biased, Codebook, ColumnScaled, ScaledFloat, SuperBlocks as in Python: 'Affine(bits=6)'")
     return "Schemes, with their options and defaults (quote the brackets for the shell):\n" + "\n".join(lines)
 
 
@@ -236,21 +238,21 @@ def _show(checkpoint: Checkpoint) -> None:
     print("")
     _show_ties(checkpoint)
     for scheme, (count, size) in _totals(checkpoint).items():
-        print(f"{scheme}: {count} tensors, {describe_bytes(size)}")
+        print(f"{scheme}: {counted(count, 'tensor')}, {describe_bytes(size)}")
     for name, what in checkpoint.faults.items():
         print(clean(f"fault: {name}: {what}"))
     files = len(checkpoint.store.files)
     total = sum(checkpoint.nbytes(name) for name in checkpoint.entries)
     print(
-        f"{len(checkpoint)} tensors, {describe_bytes(total)} in {files} file{'s' * (files > 1)}, "
-        f"format {checkpoint.format}, {len(checkpoint.ties)} ties"
+        f"{counted(len(checkpoint), 'tensor')}, {describe_bytes(total)} in {counted(files, 'file')}, "
+        f"format {checkpoint.format}, {counted(len(checkpoint.ties), 'tie')}"
     )
 
 
 def _ties(arguments: argparse.Namespace) -> None:
     with open_checkpoint(arguments.path) as checkpoint:
         _show_ties(checkpoint)
-        print(f"{len(ties_of(checkpoint))} ties")
+        print(counted(len(ties_of(checkpoint)), "tie"))
 
 
 def _show_ties(checkpoint: Checkpoint) -> None:
@@ -337,7 +339,7 @@ def _verify(arguments: argparse.Namespace) -> None:
         raise CheckpointError(f"{report.faults[0]}{more}", name=str(arguments.path))
     count, stored = report.without_checksum, report.stored
     without = f"; {count} of {stored} stored tensors have no checksum" if count else ""
-    print(f"{report.tensors} tensors, {describe_bytes(report.bytes)}: nothing wrong{without}")
+    print(f"{counted(report.tensors, 'tensor')}, {describe_bytes(report.bytes)}: nothing wrong{without}")
 
 
 def _show_differences(report: VerifyReport) -> None:

@@ -65,7 +65,7 @@ def plan_for(
 
     def plan_in(schemes: Collection[Scheme | None]) -> QuantizePlan:
         some = {n: [one for one in ones if one.scheme in (None, *schemes)] for n, ones in options.items()}
-        made = QuantizePlan(allocate(some, size - others, others), elements, others)
+        made = QuantizePlan(allocate(some, size - others, others, "target_size"), elements, others)
         check(made)
         return made
 

@@ -175,10 +175,14 @@ def plan_quantize(
             planned[owner] = tensor.detach()
         else:
             others += max(component.nbytes, tensor.nbytes if isinstance(tensor, Weight) else 0)
-    if not planned:
+    if not planned and only is not None:
         raise RuleError(
             "selects no float weight of two or more dimensions", name="only", fix="Give globs of such weights."
         )
+    if not planned:
+        quantized = sum(isinstance(one, Weight) and not one.scheme.transparent for one in tensors.values())
+        what = f"has no float weight of linear layers to plan ({quantized} parameters are quantized already)"
+        raise RuleError(what, name="model", fix="Plan before it is quantized, or give only=.")
     moments = {} if inputs is None else _mean_squares(model, planned, inputs)
     options = {}
     with ticking(progress, sum(tensor.nbytes for tensor in planned.values()), "plan") as tick:

@@ -1,7 +1,6 @@
 """transformers: ``from_pretrained`` quantizes at load, and ``save_pretrained`` writes Weights that it reads back.
 
-Importing this module registers the quantization method ``torchtether`` with transformers, and lets
-``resize_token_embeddings`` keep a head that is a Weight.
+Importing this registers the method ``torchtether``, and lets ``resize_token_embeddings`` keep a head that is a Weight.
 
 ``save_pretrained`` writes part ``p`` of the Weight ``n`` under the key ``n.p``, as ``tt.save`` does. The specs of the
 Weights are in ``config.json`` (``quantization_config["weights"]``), because transformers splits tensors into files
@@ -34,7 +33,7 @@ except ImportError:
 
 from ..conversion.quantizing import dequantize
 from ..conversion.selection import Rules, schemes_for
-from ..errors import CheckpointError
+from ..errors import ArgumentError, CheckpointError
 from ..exchange.exchange import add_load_hook, tell_listeners
 from ..files.record import check_parts, part_key, weight_to_json
 from ..formats import native
@@ -70,6 +69,8 @@ class TetherConfig(QuantizationConfigMixin):  # type: ignore[misc]
         **others: Any,
     ) -> None:
         self.quant_method = METHOD  # type: ignore[assignment]
+        if isinstance(scheme, Mapping) and "kind" not in scheme:
+            raise ArgumentError("is a mapping, not a scheme", name="scheme", fix="Give rules by glob as rules=.")
         self.scheme = _to_json(scheme)
         self.rules = {glob: _to_json(one) for glob, one in (rules or {}).items()}
         self.weights = dict(weights or {})

@@ -184,6 +184,7 @@ def _step(draft: Draft, component: Component, sources: Sequence[Source], owner: 
     elif component.nbytes == 0 and not is_strided(held) and not isinstance(held, Weight):
         kind = type(held).__name__ if held.layout == torch.strided else f"{held.layout} tensor"
         what = f"it is a {kind}, which cannot be loaded from a file"
+        what += ". Use tt.distributed.load" * (kind == "DTensor")
     elif is_given and targets.schemes.get(owner, spec.scheme) != spec.scheme:
         what = (
             f"the checkpoint holds it as {spec.scheme}, the rules ask for {targets.schemes[owner]}. "

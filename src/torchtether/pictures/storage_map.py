@@ -193,7 +193,7 @@ class StorageDiff:
         return ", ".join(f"{one} -> {two}" for one, two in zip(_size(self.before), _size(self.after), strict=True))
 
     def __str__(self) -> str:
-        return "\n".join([self.summary, *(grouped(self.changes) or ["nothing has changed"])])
+        return "\n".join([self.summary, *(grouped(self.changes) or ["nothing has changed (values are not compared)"])])
 
     def __repr__(self) -> str:
         return f"<StorageDiff: {self.summary}; {counted(len(self.changes), 'name')} changed>"

@@ -13,22 +13,32 @@ from typing import Any
 import torch
 
 from .._dtypes import dtype_from_name, dtype_name
-from ..errors import RuleError, SchemeError
+from ..errors import ArgumentError, RuleError, SchemeError
+from .affine import Affine
+from .biased import Biased
+from .codebook import Codebook
 from .column_scaled import ColumnScaled
 from .named import FP8_BLOCKS, NAMED, resolve
+from .scaled_float import ScaledFloat
 from .scheme import Scheme
+from .super_blocks import SuperBlocks
 
 _LONGEST = 500
 
+_CLASSES = {kind.__name__: kind for kind in (Affine, Biased, Codebook, ColumnScaled, ScaledFloat, SuperBlocks)}
+
 
 def scheme_from_text(text: str) -> Scheme:
-    """Return the scheme that ``text`` spells: ``int4``, or ``int4(group_size=64, symmetric=True)``.
+    """Return the scheme that ``text`` spells: ``int4``, ``int4(group_size=64, symmetric=True)``, ``Affine(bits=6)``.
 
-    Names and options are those of ``tt.int4`` and its like, looked up in a table; values are integers, ``True``,
-    ``False``, ``None``, strings, and for dtypes their names, with or without quotes. Raises RuleError for anything
-    else, and SchemeError for a value that the scheme refuses.
+    Names and options are those of ``tt.int4`` and its like, and of the classes of schemes, as ``str(scheme)`` prints
+    them; they are looked up in tables. Values are numbers, ``True``, ``False``, ``None``, tuples, strings and names of
+    dtypes, with or without quotes, and a scheme within a scheme. Raises RuleError for anything else, and SchemeError
+    for a value that the scheme refuses.
 
     >>> scheme_from_text("int4(group_size=64, symmetric=True)") == NAMED["int4"](group_size=64, symmetric=True)
+    True
+    >>> scheme_from_text("SuperBlocks(4, minimum=True)") == SuperBlocks(4, minimum=True)
     True
     >>> scheme_from_text("int8(group=64)")
     Traceback (most recent call last):
@@ -36,12 +46,15 @@ def scheme_from_text(text: str) -> Scheme:
     """
     name, bracket, _ = text.partition("(")
     name = name.strip()
-    default = resolve(name)
-    if not bracket:
-        return default
-    make = NAMED[name]
-    known = {option: one for option, one in typing.get_type_hints(make).items() if option != "return"}
-    call = _parsed(text, name, tuple(known))
+    make: Callable[..., Scheme] | None = _CLASSES.get(name)
+    if make is None:
+        default = resolve(name)
+        if not bracket:
+            return default
+        make = NAMED[name]
+    hints = typing.get_type_hints(vars(make).get("__init__", make))
+    known = {option: one for option, one in hints.items() if option != "return"}
+    call = _parsed(text if bracket else f"{name}()", name, make, tuple(known))
     given = dict(zip(known, call.args, strict=False))
     options: dict[str, Any] = {}
     for option, node in (*given.items(), *((keyword.arg, keyword.value) for keyword in call.keywords)):
@@ -53,8 +66,10 @@ def scheme_from_text(text: str) -> Scheme:
         options[option] = _value(node, known[option], f"{name}({option}=)")
     try:
         return make(**options)
-    except SchemeError as error:
+    except (SchemeError, ArgumentError) as error:
         raise error.named(name) from None
+    except TypeError:  # an option without a default
+        raise RuleError(f"{text[:80]!r} lacks an option", name=name, fix=f"It has {', '.join(known)}.") from None
 
 
 _OPTIONS: dict[str, Callable[[Any], Any]] = {
@@ -89,21 +104,27 @@ def scheme_to_text(scheme: Scheme) -> str:
     return min(texts, key=len, default=str(scheme))
 
 
-def _parsed(text: str, name: str, known: tuple[str, ...]) -> ast.Call:
+def _parsed(text: str, name: str, make: Callable[..., Scheme], known: tuple[str, ...]) -> ast.Call:
     try:
         call = ast.parse(text.strip(), mode="eval").body if len(text) <= _LONGEST else None
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         call = None
-    positional = [one for one in inspect.signature(NAMED[name]).parameters.values() if one.kind is not one.KEYWORD_ONLY]
+    positional = [one for one in inspect.signature(make).parameters.values() if one.kind is not one.KEYWORD_ONLY]
     if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or len(call.args) > len(positional):
         example = f"{name}({', '.join(f'{option}=...' for option in known)})"
         raise RuleError(f"{text[:80]!r} is not understood", name=name, fix=f"Write {name}, or {example}.")
     return call
 
 
+def _kinds_of(kind: Any) -> tuple[Any, ...]:
+    return typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
+
+
 def _value(node: ast.expr, kind: Any, where: str) -> Any:
     """Return the value that ``node`` spells, of the type ``kind``."""
-    kinds = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
+    kinds = [typing.get_origin(one) or one for one in _kinds_of(kind)]
+    if Scheme in kinds:
+        return scheme_from_text(ast.unparse(node))
     try:
         value = ast.literal_eval(node)
     except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):  # a string without quotes
