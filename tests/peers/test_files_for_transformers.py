@@ -34,11 +34,14 @@ def llama(tied, dtype=torch.float32):
 
 
 def read_back(model, folder):
-    model.config.save_pretrained(folder / "config")
-    config = json.loads((folder / "config" / "config.json").read_text())
     path = folder / "config.json"
-    path.write_text(json.dumps(config | json.loads(path.read_text() if path.exists() else "{}")))
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=model.dtype, output_loading_info=True)
+    said = json.loads(path.read_text()) if path.exists() else {}
+    if "model_type" not in said:  # made by the command line of a folder without a config
+        model.config.save_pretrained(folder / "config")
+        path.write_text(json.dumps(json.loads((folder / "config" / "config.json").read_text()) | said))
+    again, info = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert again.dtype == model.dtype
+    return again, info
 
 
 def check_same(model, folder):
@@ -61,6 +64,24 @@ def test_quantized_embeddings_of_compressed_tensors(tmp_path, name, tied, dtype)
     model = tt.quantize(llama(tied, dtype), {"*embed_tokens*": scheme, "*_proj.weight": scheme})
     tt.save(model, tmp_path, format="compressed-tensors")
     check_same(model, tmp_path)
+
+
+def test_a_config_that_is_there_is_kept_and_a_new_one_is_that_of_the_model(tmp_path):
+    model = tt.quantize(llama(True, torch.bfloat16), {"*_proj.weight": "int8"})
+    tt.save(model, tmp_path / "new", format="compressed-tensors")
+    said = json.loads((tmp_path / "new" / "config.json").read_text())
+    model.save_pretrained(tmp_path / "plain", state_dict={})
+    wanted = json.loads((tmp_path / "plain" / "config.json").read_text())
+    assert said.pop("quantization_config")["quant_method"] == "compressed-tensors"
+    wanted.pop("quantization_config", None)
+    assert said == wanted
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "config.json").write_text('{"model_type": "mine"}')
+    tt.save(model, tmp_path / "old", format="compressed-tensors")
+    said = json.loads((tmp_path / "old" / "config.json").read_text())
+    assert said.keys() == {"model_type", "quantization_config"}
+    tt.save(model, tmp_path / "native")
+    assert not (tmp_path / "native" / "config.json").exists()
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])

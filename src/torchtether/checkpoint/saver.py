@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from .._checks import check_callable, check_path, check_unicode, describe
+from .._dtypes import dtype_name
 from ..errors import ArgumentError, CheckpointError, TieError
 from ..exchange.refusals import ON_DISK, is_on_disk
 from ..files import CODES, HIDDEN, Pairs, check_writable, is_weight_view
@@ -48,10 +50,10 @@ def save(
     ``path``            ``name.safetensors``, or a folder, which gets ``model.safetensors``; ``name.gguf`` for GGUF
     ``format``          ``"native"`` stores a quantized weight ``n`` as plain tensors, ``n.qdata`` and so on. Others
                         store quantized weights as another package does: ``"compressed-tensors"``, ``"bitsandbytes"``
-                        and ``"sinq"`` describe them in the ``config.json`` of the folder, and keep its other entries
-                        (so write the model's own config before); ``"comfy"``, for ComfyUI, describes them in the tensor
-                        file. Only this package reads the ties of whole tensors (other readers take them from their
-                        config); views are an error
+                        and ``"sinq"`` describe them in the ``config.json`` of the folder, and keep its other entries;
+                        if there is none, the config of a transformers model is written, too; ``"comfy"``, for ComfyUI,
+                        describes them in the tensor file. Only this package reads the ties of whole tensors (other
+                        readers take them from their config); views are an error
     ``aliases``         ``"drop"`` stores tied tensors once, and records the other names; ``"copy"`` stores all names,
                         for readers that need every key. This package reads both as one tensor
     ``masters``         ``"keep"`` stores the float masters of ``Mastered`` Weights, ``"drop"`` only their codes
@@ -88,7 +90,28 @@ def save(
     target = writable(format)
     groups = plan_groups(as_saved(model), target, aliases, masters)
     pairs = target.pairs({}, metadata) if isinstance(target, Contained) else metadata
-    write_groups(groups, Path(path), format=target, max_shard_size=max_shard_size, progress=progress, metadata=pairs)
+    write_groups(
+        groups,
+        Path(path),
+        format=target,
+        max_shard_size=max_shard_size,
+        progress=progress,
+        metadata=pairs,
+        config=config_of(model),
+    )
+
+
+def config_of(model: nn.Module | Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return the entries of ``config.json`` for a transformers model, as its ``save_pretrained`` does; else none."""
+    found: Any = uncompiled(model)
+    config: Any = getattr(found, "config", None)
+    if not hasattr(type(found), "config_class") or not hasattr(config, "to_json_string"):
+        return {}
+    made = json.loads(config.to_json_string())
+    made.pop("quantization_config", None)
+    # fully_shard gives a model a class of torch's
+    kinds = (kind for kind in type(found).__mro__ if not kind.__module__.startswith("torch."))
+    return {**made, "architectures": [next(kinds).__name__], "dtype": dtype_name(found.dtype)}
 
 
 # -- the tensors to store ---------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from .._checks import check_callable, check_path
-from ..checkpoint.saver import Aliases, HeldGroup, Masters, as_saved, check_values, plan_groups
+from ..checkpoint.saver import Aliases, HeldGroup, Masters, as_saved, check_values, config_of, plan_groups
 from ..checkpoint.writer import FilePlan, ShardGroup, check_keys, check_target, plan_files, write_shard
 from ..errors import CheckpointError
 from ..exchange.optimizer_state import Optimizers
@@ -126,7 +126,7 @@ class _Save:
         check_keys(groups)
         if ranks.is_alone:
             self._check_alone()
-        self.files: FilePlan = plan_files(groups, path, target, max_shard_size)
+        self.files: FilePlan = plan_files(groups, path, target, max_shard_size, config=config_of(model))
         self.written: dict[Path, tuple[Path, str]] = {}
         """By target, the temporary path of each file that this rank has written, and the digest of its header."""
 
