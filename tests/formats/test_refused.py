@@ -28,6 +28,12 @@ def test_known_methods(tmp_path, method):
     assert "m.codes is torch.int16" in text
 
 
+def test_a_config_of_ours_over_files_of_another_format_is_told_apart(tmp_path):
+    folder = write(tmp_path, {"m.weight_packed": CODES.int()}, {"quant_method": "torchtether"})
+    with pytest.raises(tt.CheckpointError, match=r"^config\.json: says that torchtether .* after tt\.save replaces"):
+        tt.open(folder)
+
+
 def test_unknown_methods_are_named(tmp_path):
     for dtype in (torch.int8, torch.uint8, torch.int32, torch.float8_e4m3fn):
         text = refusal(write(tmp_path, {"m.weight": torch.ones(4, 4).to(dtype)}, {"quant_method": "Novel"}))

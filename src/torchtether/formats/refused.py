@@ -31,7 +31,6 @@ METHODS = {
     "qqq": "QQQ (int4 in the order of its kernel)",
     "quip": "QuIP# (rotated weights on a lattice)",
     "spqr": "SpQR (codes beside sparse outliers)",
-    "torchtether": "torchtether without the record that describes its Weights",
     "torchao": "torchao pickled in .bin files, or a tensor class that safetensors cannot describe",
     "vptq": "VPTQ (indices into codebooks of vectors)",
 }
@@ -74,6 +73,10 @@ def check_refused(contents: Contents) -> None:
     codes = find_codes(contents)
     if contents.method and codes is not None:
         method = _ALIASES.get(contents.method, contents.method)
+        if method == "torchtether":
+            why = "says that torchtether has quantized it, but neither it nor the files describe Weights"
+            fix = "Save again: a config of transformers that is written after tt.save replaces what that has written."
+            raise CheckpointError(why, name="config.json", fix=fix)
         what = METHODS.get(method, f"the unknown quant_method {contents.method[:60]!r}")
         _refuse(what, f"{codes} is {contents.tensors[codes].dtype}", "config.json")
 
