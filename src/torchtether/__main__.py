@@ -1,6 +1,8 @@
 """The command ``torchtether``, as ``python -m torchtether``."""
 
+import sys
+
 from torchtether_cli import main
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(main())
