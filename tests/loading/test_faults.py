@@ -165,6 +165,69 @@ def test_no_prefix_is_named_where_several_fit(tmp_path, model, names):
         assert not any("lack this prefix" in fault for fault in plan.faults)
 
 
+def layers(joined, *, bias=True, prefix=""):
+    """Attention and a gated MLP, with projections joined or one by one; heads of keys and values are fewer."""
+    names = {"qkv_proj": {"q_proj": 8, "k_proj": 4, "v_proj": 4}, "gate_up_proj": {"gate_proj": 6, "up_proj": 6}}
+    made = []
+    for _ in range(3):
+        parts = []
+        for whole, pieces in names.items():
+            rows = {whole: sum(pieces.values())} if joined else pieces
+            parts.append(nn.ModuleDict({name: nn.Linear(8, count, bias=bias) for name, count in rows.items()}))
+        parts[0]["o_proj"], parts[1]["down_proj"] = nn.Linear(8, 8, bias=False), nn.Linear(6, 8)
+        made.append(nn.ModuleDict({"attn": parts[0], "mlp": parts[1]}))
+    model = nn.ModuleDict({"layers": nn.ModuleList(made)})
+    return nn.ModuleDict({prefix: model}) if prefix else model
+
+
+@pytest.mark.parametrize("quantize", [None, "int8"])
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+@pytest.mark.parametrize("prefix", ["", "model"])
+@pytest.mark.parametrize("joined", [True, False], ids=["joined", "pieces"])
+def test_layers_that_one_side_has_in_pieces_are_named_with_the_rules_for_them(tmp_path, joined, prefix, bias, quantize):
+    stored = layers(joined, bias=bias)
+    if quantize:
+        tt.quantize(stored, {"*proj.weight": quantize})
+    tt.save(stored, tmp_path / "x")
+    model, rename = layers(not joined, bias=bias, prefix=prefix), []
+    for _ in range(2 if prefix else 1):
+        with contextlib.closing(tt.plan_load(model, tmp_path / "x", rename=rename or None)) as plan:
+            hint = plan.faults[0]
+        assert "\n" not in hint
+        rules = hint.partition("rename=[")[2][:-1] or hint.partition("Add ")[2].partition(" at the end")[0]
+        rename += eval(f"[{rules}]", {"tt": tt})
+    tt.load(model, tmp_path / "x", rename=rename)
+
+    def rows(model, joined):
+        attention = model["layers"][1]["attn"]
+        held = [attention[name].weight for name in (["qkv_proj"] if joined else ["q_proj", "k_proj", "v_proj"])]
+        return torch.cat([weight.detach().to(torch.float32) for weight in held])
+
+    assert torch.equal(rows(model[prefix] if prefix else model, not joined), rows(stored, joined))
+
+
+@pytest.mark.parametrize(
+    ("stored", "lacking"),
+    [
+        ({"a.w": (6, 4)}, {"b": (3, 4)}),  # one piece
+        ({"a.w": (6, 4)}, {"b": (3, 4), "c": (4, 4)}),  # too many rows
+        ({"a.w": (6, 4)}, {"b": (3, 4), "c": (3, 5)}),  # other columns
+        ({"a.w": (6, 4)}, {"b": (3, 4), "c": (3, 4), "d": (1, 4)}),  # another layer that the file lacks
+        ({"x.a.w": (6, 4)}, {"b": (3, 4), "c": (3, 4)}),  # elsewhere
+        ({"a.w": ()}, {"b": (), "c": ()}),
+    ],
+)
+def test_layers_whose_rows_do_not_add_up_have_no_rule(tmp_path, stored, lacking):
+    tt.save({name: torch.zeros(shape) for name, shape in stored.items()} | {"k": torch.ones(1)}, tmp_path / "x")
+    model = nn.ParameterDict({"k": torch.zeros(1)})
+    for name, shape in lacking.items():
+        module = nn.Module()
+        module.w = nn.Parameter(torch.zeros(shape))
+        model.add_module(name, module)
+    with contextlib.closing(tt.plan_load(model, tmp_path / "x")) as plan:
+        assert not any("rename=" in fault for fault in plan.faults)
+
+
 LINEAR = {"m.weight": (2, 2), "m.bias": (2,)}
 
 

@@ -5,8 +5,7 @@ For tensors that no file stores, the model's library may compute the values.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import nn
@@ -16,7 +15,7 @@ from ..errors import CheckpointError
 from ..exchange.optimizer_state import Optimizers, optimizers_of
 from ..integrations.imported import is_of_transformers
 from ..ties.names import named_tensors, nearest
-from ..torch_private.modules import COMPILED
+from .hints import rename_hints
 from .options import FLOATS
 from .steps import KEYS_SHOWN, Draft
 
@@ -143,11 +142,7 @@ def check_leftovers(draft: Draft, model: nn.Module) -> None:
         before, strange = len(draft.faults), [name for name in left if name not in known]
         _refuse_missing(draft)
         _refuse_unexpected(draft, strange, known)
-        rename = targets.options.rename
-        if strange and (rename is not None or all(given.keys_of(name) == (name,) for name in strange)):
-            advice = "Load with rename=[{}]" if rename is None else "Add {} at the end of rename="
-            found = _describe_compiled(strange, known, advice) or _describe_prefix(strange, known, given.listed, advice)
-            draft.faults[before:before] = found
+        draft.faults[before:before] = rename_hints(draft, strange, known)
 
 
 def _extra_states(model: nn.Module) -> Iterator[str]:
@@ -182,37 +177,6 @@ def _refuse_unexpected(draft: Draft, surplus: Iterable[str], known: set[str]) ->
         what = "it" if draft.given.keys_of(name) == (name,) else f"{name}, to which the rules of rename= change it"
         near = _near(name, known) if i < _GUESSES else ""
         draft.add_fault(describe_some(draft.given.keys_of(name), KEYS_SHOWN), f"the model does not have {what}{near}")
-
-
-def _describe_compiled(strange: Sequence[str], known: set[str], advice: str) -> list[str]:
-    """Return a fault if ``strange`` names of a checkpoint are ``known``, but for what torch.compile puts into names.
-
-    ``advice`` says what to do with a rule.
-    """
-    if all(name.replace(COMPILED, "") in known for name in strange):
-        return [f"{COMPILED}*: torch.compile put this into names. {advice.format((re.escape(COMPILED), ''))}"]
-    if {name.replace(COMPILED, "") for name in known if COMPILED in name}.issuperset(strange):
-        what = "torch.compile has wrapped a module in the model, and put this into names"
-        return [f"{COMPILED}*: {what}. Load first, or compile it in place: module.compile() keeps its names"]
-    return []
-
-
-def _describe_prefix(strange: Sequence[str], known: set[str], listed: Iterable[str], advice: str) -> list[str]:
-    """Return a fault if all names that a checkpoint has, ``strange``, are ``known`` with or without a prefix."""
-    if not known.isdisjoint(listed):
-        return []
-    first = strange[0]
-    for end in (i + 1 for i, letter in enumerate(first) if letter == "."):
-        prefix = first[:end]
-        if all(name.startswith(prefix) and name[end:] in known for name in strange):
-            rule = (f"^{re.escape(prefix)}", "")
-            return [f"{prefix}*: the names of the model lack this prefix. {advice.format(rule)}"]
-    longer = {name.removesuffix(first) for name in known if name.endswith(f".{first}")}
-    fitting = [prefix for prefix in longer if all(prefix + name in known for name in strange)]
-    if len(fitting) != 1:  # of several, such as those of all layers of a stack, none is meant more than another
-        return []
-    rule = ("^", fitting[0])
-    return [f"{fitting[0]}*: the names of the checkpoint lack this prefix. {advice.format(rule)}"]
 
 
 def _near(name: str, names: Iterable[str]) -> str:
