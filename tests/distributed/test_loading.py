@@ -355,7 +355,7 @@ def test_ranks_that_load_different_things_are_told(paths, tmp_path):
         assert len(said) == 8
         for what, text in zip(
             (
-                "emb.weight: is Affine(bits=8) torch.float32 on rank 0 and ScaledFloat(element=e4m3) torch.float32 on ",
+                "emb.weight: is int8 torch.float32 on rank 0 and fp8 torch.float32 on ",
                 " is torch.float32 on rank 0 and torch.bfloat16 on rank 1. Give all ranks the same checkpoint and arg",
                 "extra: is torch.float32 on rank 0 and missing on rank 1",
                 "optimizer: is stored on rank 0 and not stored on rank 1",

@@ -182,7 +182,7 @@ def test_what_we_encode_is_written_without_loss(packing, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("tensors", "kwargs", "said"),
     [
-        ({"w": tt.Weight.encode(torch.ones(2, 64), tt.int8())}, {}, "w: GGUF has no type for Affine"),
+        ({"w": tt.Weight.encode(torch.ones(2, 64), tt.int8())}, {}, "w: GGUF has no type for int8."),
         ({"w": tt.Weight.encode(torch.ones(2, 40), FITTING["Q8_0"])}, {}, "w: Q8_0 needs rows of whole blocks of 32"),
         ({"w": tt.Weight.encode(torch.ones(2, 64), FITTING["Q8_0"]).t()}, {}, "w: gguf cannot store"),
         ({"w": torch.ones(2, dtype=torch.bool)}, {}, "w: GGUF has no type for torch.bool"),

@@ -300,9 +300,7 @@ def test_a_quantized_file_is_not_quantized_again(tmp_path):
     tt.save(model, tmp_path / "x")
     again = build(Tied, meta=True)
     tt.load(again, tmp_path / "x", quantize={"mid.weight": "int8"})
-    with pytest.raises(
-        tt.LoadError, match=r"mid.weight: the checkpoint holds it as Affine.*the rules ask for Codebook"
-    ):
+    with pytest.raises(tt.LoadError, match=r"mid.weight: the checkpoint holds it as int8, the rules ask for nf4"):
         tt.load(build(Tied, meta=True), tmp_path / "x", quantize={"mid.weight": "nf4"})
 
 

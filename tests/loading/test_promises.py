@@ -325,7 +325,7 @@ def test_planning_touches_nothing_and_shows_every_step(saved):
     plan = tt.plan_load(model, folder, quantize="int8")
     assert all(tensor.is_meta for tensor in named_tensors(model).values())
     text = str(plan)
-    assert "emb.weight = head.weight: [12, 8] torch.float32 -> torch.float32 on cpu as Affine" in text
+    assert "emb.weight = head.weight: [12, 8] torch.float32 -> torch.float32 on cpu as int8" in text
     plan.apply()
     plan.close()
     assert isinstance(model.head.weight, tt.Weight)

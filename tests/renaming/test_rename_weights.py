@@ -131,7 +131,7 @@ def test_a_row_scale_survives_everything_and_a_shared_one_is_a_fault(tmp_path):
         assert check(tmp_path / name, stored, {"c": values}, tt.Concat(["a", "b"], "c"), SCHEMES[name])
     given = weights(SCHEMES["fp8 tensor"], [(4, 32), (8, 32)])
     (fault,) = load(tmp_path / "x", dict(zip("ab", given, strict=True)), {"c": values}, tt.Concat(["a", "b"], "c"))
-    assert fault.startswith("c: a and b differ in 'scale', and one weight in ScaledFloat(")
+    assert fault.startswith("c: a and b differ in 'scale', and one weight in fp8(granularity=tensor)")
 
 
 def test_a_transposed_weight_is_a_view_of_its_parts(tmp_path):
@@ -153,7 +153,7 @@ def test_pieces_in_different_schemes_are_a_fault(tmp_path):
     stored = {"q_proj.weight": weights(tt.int8(), [(4, 4)])[0], "k_proj.weight": torch.ones(2, 4, dtype=torch.bfloat16)}
     stored["v_proj.weight"] = stored["k_proj.weight"].clone()
     (fault,) = load(tmp_path / "x", stored, {"qkv.weight": torch.empty(8, 4)}, QKV)
-    assert fault.startswith("qkv.weight: Concat cannot join q_proj.weight (torch.bfloat16 as Affine(")
+    assert fault.startswith("qkv.weight: Concat cannot join q_proj.weight (torch.bfloat16 as int8)")
     assert "and k_proj.weight (torch.bfloat16), which differ" in fault
 
 

@@ -358,7 +358,7 @@ def test_embedding_checks_its_indices():
 def test_repr_is_one_line_with_scheme_tie_and_bytes():
     text = repr(weight_of(tie=tt.Tie(("emb.weight", "head.weight"))))
     assert "\n" not in text
-    for word in ("Weight(Affine(bits=8)", "shape=(16, 64)", "1088 bytes", "tie: emb.weight = head.weight"):
+    for word in ("Weight(int8, ", "shape=(16, 64)", "1088 bytes", "tie: emb.weight = head.weight"):
         assert word in text
 
 

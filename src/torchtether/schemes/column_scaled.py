@@ -72,7 +72,7 @@ class ColumnScaled(Scheme):
         if isinstance(inner, ColumnScaled):
             raise SchemeError(f"columns have one scale, got {inner}", name="ColumnScaled", fix="Give what is in it.")
 
-    def __str__(self) -> str:
+    def _as_class(self) -> str:
         return f"ColumnScaled({self.scheme})"
 
     # -- the interface ------------------------------------------------------------------------------------------

@@ -57,7 +57,7 @@ class Mastered(Scheme):
             raise SchemeError(f"needs a scheme of codes, got {got}", name=name, fix="Give one such as tt.int8().")
         check_dtype(self.dtype, DTYPES, "dtype", name)
 
-    def __str__(self) -> str:
+    def _as_class(self) -> str:
         return f"Mastered({self.scheme}, {dtype_name(self.dtype)})"
 
     @property

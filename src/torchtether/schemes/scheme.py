@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -22,6 +22,9 @@ from ..geometry.views import Shape
 from . import encoders
 
 Parts = Mapping[str, Tensor]
+
+NAMING: list[Callable[[Scheme], str]] = []
+"""Functions that return the name of a scheme with its options, or "": a module above knows the schemes with names."""
 
 SCHEMES: dict[str, type[Scheme]] = {}
 """Every scheme class by its ``kind``; filled as the classes are defined."""
@@ -237,6 +240,10 @@ class Scheme:
         return sum(math.prod(p.shape) * (p.dtype or dtype).itemsize for p in self.layout(tuple(shape)).values())
 
     def __str__(self) -> str:
+        """Return its name with options, such as ``int4(group_size=32)``, or without a name its class with fields."""
+        return next(filter(None, (name_of(self) for name_of in NAMING)), "") or self._as_class()
+
+    def _as_class(self) -> str:
         """Return the class with its first field and those that differ from their defaults, long tables by length."""
         words: list[str] = []
         for field in dataclasses.fields(self):  # type: ignore[arg-type]

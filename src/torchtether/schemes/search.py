@@ -24,7 +24,10 @@ from .blocks import Grid, rows
 from .nearest import count_above
 from .scales import divide, smallest_scale
 
-FITS = ("range", "mse")
+RANGE = "range"
+"""The fit that keeps the range of a block, without a search."""
+
+FITS = (RANGE, "mse")
 """The methods to find scales: from the extremes of a block, or by its squared error."""
 
 SMALLEST = 0.5

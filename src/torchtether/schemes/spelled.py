@@ -20,7 +20,8 @@ from .codebook import Codebook
 from .column_scaled import ColumnScaled
 from .named import FP8_BLOCKS, NAMED, resolve
 from .scaled_float import ScaledFloat
-from .scheme import Scheme
+from .scheme import NAMING, Scheme
+from .search import RANGE
 from .super_blocks import SuperBlocks
 
 _LONGEST = 500
@@ -80,14 +81,39 @@ _OPTIONS: dict[str, Callable[[Any], Any]] = {
 """Functions that read an option from a scheme whose field has another name."""
 
 
-@functools.lru_cache(256)
 def scheme_to_text(scheme: Scheme) -> str:
     """Return the shortest text that ``scheme_from_text`` reads as ``scheme``; ``str(scheme)`` if it has no name.
 
     >>> scheme_to_text(NAMED["int4"]()), scheme_to_text(NAMED["int4"](group_size=32, scale_dtype=torch.bfloat16))
     ('int4', 'int4(group_size=32, scale_dtype=bfloat16)')
     """
-    held = scheme.scheme if isinstance(scheme, ColumnScaled) else scheme
+    return _name_of(scheme) or str(scheme)
+
+
+def _name_of(scheme: Scheme) -> str:
+    try:
+        return _found_name(scheme)
+    except TypeError:  # a scheme of somebody's own that has no hash
+        return ""
+
+
+def _name_with_fit(scheme: Scheme) -> str:
+    text, fit = _name_of(scheme), getattr(_held(scheme), "fit", RANGE)
+    if not text or fit == RANGE:
+        return text
+    return f"{text[:-1]}, fit={fit})" if text.endswith(")") else f"{text}(fit={fit})"
+
+
+def _held(scheme: Scheme) -> Scheme:
+    return scheme.scheme if isinstance(scheme, ColumnScaled) else scheme
+
+
+NAMING.append(_name_with_fit)
+
+
+@functools.lru_cache(256)
+def _found_name(scheme: Scheme) -> str:
+    held = _held(scheme)
     texts: list[str] = []
     for name, make in NAMED.items():
         parameters = inspect.signature(make).parameters
@@ -101,7 +127,7 @@ def scheme_to_text(scheme: Scheme) -> str:
         changed = [(key, value) for key, value in options.items() if value != parameters[key].default]
         words = (f"{key}={dtype_name(one) if isinstance(one, torch.dtype) else one}" for key, one in changed)
         texts.append(f"{name}({', '.join(words)})" if changed else name)
-    return min(texts, key=len, default=str(scheme))
+    return min(texts, key=len, default="")
 
 
 def _parsed(text: str, name: str, make: Callable[..., Scheme], known: tuple[str, ...]) -> ast.Call:
