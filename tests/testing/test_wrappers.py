@@ -145,3 +145,60 @@ def test_a_class_may_make_its_tensors_as_torch_does():
     made = ByHand(torch.arange(6, dtype=torch.int8).view(2, 3))
     assert torch.equal(made.t().bfloat16() + 1, (made.codes.t() / 16 + 1).bfloat16())
     check_tensor_subclass(lambda: ByHand(torch.randint(-128, 128, (8, 16), dtype=torch.int8))).check()
+
+
+class Masked(tt.WrapperTensor):
+    """Multiples of a step that stays, and zeros outside of a mask that stays: ``encode`` reads inner tensors."""
+
+    inner_names = ("mask", "codes", "step")
+
+    def decode(self):
+        return self.codes.to(self.dtype) * self.step.to(self.dtype) * self.mask
+
+    def encode(self, values):
+        codes = (values / self.step).round().clamp(-128, 127).to(torch.int8)
+        return {"mask": self.mask, "codes": codes, "step": self.step}
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_encode_reads_of_the_tensor_is_there_when_floats_are_loaded(assign, dtype):
+    mask, step = torch.eye(8).bool(), torch.full((8, 1), 1 / 16)
+    given, layer = torch.randn(8, 8).to(dtype), torch.nn.Linear(8, 8, bias=False)
+    made = Masked(mask=mask, codes=torch.zeros(8, 8, dtype=torch.int8), step=step, dtype=torch.float32)
+    layer.weight = torch.nn.Parameter(made)
+    with tt.swapping(layer):
+        layer.load_state_dict({"weight": given}, assign=assign)
+    assert isinstance(layer.weight, Masked)
+    assert layer.weight.dtype == (dtype if assign else torch.float32)
+    assert torch.allclose(layer.weight.dequantize().float(), given.float() * mask, atol=1 / 16)
+    assert layer.weight.step.data_ptr() != step.data_ptr() or not assign
+
+
+class Sparse(tt.WrapperTensor):
+    """A mask, and as many values as it has bits."""
+
+    inner_names = ("mask", "kept")
+
+    def decode(self):
+        return torch.zeros(self.base, dtype=self.dtype).masked_scatter(self.mask, self.kept.to(self.dtype))
+
+    def encode(self, values):
+        return {"mask": values != 0, "kept": values[values != 0]}
+
+
+def test_the_error_of_an_encode_that_changes_shapes_says_what_to_do():
+    held = Sparse(mask=torch.eye(2).bool(), kept=torch.ones(2), dtype=torch.float32)
+    with pytest.raises(tt.TetherError, match=r"'kept' of shape \(4,\), not \(2,\). Inner tensors keep their shapes"):
+        held.copy_(torch.ones(2, 2))
+
+
+def test_a_load_into_one_names_the_call_that_loads_it(tmp_path):
+    layer, path = torch.nn.Linear(2, 2, bias=False), tmp_path / "a.safetensors"
+    tt.save(layer, path)
+    held = torch.nn.Linear(2, 2, bias=False)
+    held.weight = torch.nn.Parameter(FromValues(values=torch.zeros(2, 2)))
+    with pytest.raises(tt.LoadError, match=r"Use load_state_dict\(dict\(tt.open\(path\)\)\)"):
+        tt.load(held, path)
+    held.load_state_dict(dict(tt.open(path)))
+    assert torch.allclose(held.weight.dequantize(), layer.weight, atol=0.01)

@@ -21,6 +21,7 @@ from ..renaming.steps import with_wrappers
 from ..ties.components import Component, Member
 from ..weights.spec import order_of
 from ..weights.weight import Weight
+from ..weights.wrapper import WrapperTensor
 from .leftovers import check_copies, check_file_ties, check_leftovers, take_initial_values
 from .options import FLOATS, INTEGERS, LoadOptions, fault
 from .steps import Draft, Source, Step, find_targets
@@ -184,7 +185,10 @@ def _step(draft: Draft, component: Component, sources: Sequence[Source], owner: 
     elif component.nbytes == 0 and not is_strided(held) and not isinstance(held, Weight):
         kind = type(held).__name__ if held.layout == torch.strided else f"{held.layout} tensor"
         what = f"it is a {kind}, which cannot be loaded from a file"
-        what += ". Use tt.distributed.load" * (kind == "DTensor")
+        if kind == "DTensor":
+            what += ". Use tt.distributed.load"
+        elif isinstance(held, WrapperTensor):
+            what += ". Use load_state_dict(dict(tt.open(path)))"
     elif is_given and targets.schemes.get(owner, spec.scheme) != spec.scheme:
         what = (
             f"the checkpoint holds it as {spec.scheme}, the rules ask for {targets.schemes[owner]}. "

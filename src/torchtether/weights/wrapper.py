@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, ClassVar
 
 import torch
@@ -178,7 +178,8 @@ class WrapperTensor(Wrapping):
         for name, held in self.inner_tensors.items():
             if name not in made or made[name].shape != held.shape:
                 got = f"of shape {tuple(made[name].shape)}" if name in made else "as no tensor"
-                raise TetherError(f"encode returns {name!r} {got}, not {tuple(held.shape)}", name=_name(self))
+                fix = "Inner tensors keep their shapes: pad them to one that fits all values."
+                raise TetherError(f"encode returns {name!r} {got}, not {tuple(held.shape)}", name=_name(self), fix=fix)
         return made
 
     def write(self, inner: Mapping[str, Tensor]) -> None:
@@ -375,9 +376,9 @@ def _module_load(held: Tensor, given: Tensor, assign: bool = False) -> Tensor:
         return held.detach()
     if isinstance(given, WrapperTensor) or not isinstance(held, WrapperTensor):
         return given.detach()
-    with torch.no_grad():
-        made = torch.empty_like(held, device=given.device, dtype=given.dtype)
-        return made.copy_(given).detach()
+    with torch.no_grad():  # a copy, because ``encode`` may read inner tensors, such as a mask
+        copied = torch.empty_like if held.is_meta else partial(Tensor.to, copy=True)
+        return copied(held, device=given.device, dtype=given.dtype).copy_(given).detach()
 
 
 _ANSWERS: dict[Any, Callable[..., Any]] = {
