@@ -424,3 +424,28 @@ def test_the_command_line_stays_within_80_columns(tmp_path, monkeypatch, capsys,
         for name in wanted:
             assert "".join(shown.out.split()).count(name) == 1  # in the map a very long one may take two lines
         assert "int4(group_size=32, symmetric=True)" in " ".join(shown.out.split())
+
+
+def test_errors_name_options_as_on_the_command_line(tmp_path, capsys):
+    source = str(tmp_path / "source")
+    tt.save(nn.Linear(64, 64), source)
+    for given, words in (
+        (
+            (str(tmp_path / "a"), "--scheme", "int8", "--format", "awq"),
+            "torchtether: --format: 'awq' can be read but",
+        ),
+        ((str(tmp_path / "a"), "--target-size", "1"), "torchtether: --target-size: the smallest possible plan takes"),
+        (
+            (str(tmp_path / "a.gguf"), "--scheme", "nf4", "--format", "gguf", "--max-shard-size", "1KB"),
+            "torchtether: --max-shard-size: gguf has no shards. Leave it out.",
+        ),
+    ):
+        assert main(["quantize", source, *given]) == 1
+        assert capsys.readouterr().err.startswith(words)
+
+
+def test_one_other_file_is_no_plural(tmp_path, capsys):
+    tt.save(nn.Linear(64, 64), tmp_path / "source")
+    (tmp_path / "source" / "config.json").write_text("{}")
+    assert main(["convert", str(tmp_path / "source"), str(tmp_path / "target")]) == 0
+    assert "  copied: 1 other file\n" in capsys.readouterr().out

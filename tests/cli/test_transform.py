@@ -313,6 +313,11 @@ def test_a_scheme_is_spelled_as_in_python(text):
     assert scheme_from_text(text) == SPELLED[text]
 
 
+def test_a_scheme_may_be_called_as_errors_and_guides_write_it():
+    assert scheme_from_text("tt.int8(32, scale_dtype=torch.float16)") == tt.int8(32, scale_dtype=torch.float16)
+    assert scheme_from_text("tt.ColumnScaled(tt.int4(group_size=32))") == tt.sinq(4, 32)
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [

@@ -382,3 +382,12 @@ def test_integers_are_loaded_where_all_of_their_values_fit(given, held, fits, tm
         with pytest.raises(tt.LoadError, match=rf"steps: the checkpoint has {given}, which {held} in the model cannot"):
             tt.load(model, tmp_path / "a.safetensors")
         assert model.steps.tolist() == [0, 0, 0]
+
+
+def test_a_folder_of_models_names_the_folders_in_it_that_hold_them(tmp_path):
+    """As a pipeline of diffusers is stored."""
+    for name in ("vae", "unet", ".cache"):
+        tt.save(nn.Linear(2, 2), tmp_path / name)
+    (tmp_path / "scheduler").mkdir()
+    with pytest.raises(tt.CheckpointError, match=r"Give the path of a folder in it that does: unet, vae\.$"):
+        tt.open(tmp_path)

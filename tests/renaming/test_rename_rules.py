@@ -431,3 +431,10 @@ def test_the_keys_of_a_dictionary_have_an_order():
     pieces = {"q": 1, "k": 2}
     assert tt.Concat(pieces.keys(), "qk") == tt.Concat(["q", "k"], "qk")
     assert tt.Split("qk", pieces.keys()) == tt.Split("qk", ["q", "k"])
+
+
+def test_text_alone_is_no_list_of_rules(tmp_path):
+    """Its letters would be taken for the rules."""
+    tt.save(nn.Linear(2, 2), tmp_path)
+    with pytest.raises(tt.RuleError, match="^rename: is a str, not a list of rules. Give pairs"):
+        tt.plan_load(nn.Linear(2, 2), tmp_path, rename="weight")

@@ -197,7 +197,7 @@ def check_target(
         return
     if path.suffix == GGUF_SUFFIX:
         raise CheckpointError(
-            f"{format.name} does not write GGUF files", name=str(path), fix="Give format='gguf', or another name."
+            f"{format.name} does not write GGUF files", name=str(path), fix="Give the format gguf, or another name."
         )
     if path.suffix != SUFFIX and is_taken(path):
         fix = "Give a name that ends in .safetensors, or a folder."

@@ -10,6 +10,7 @@ from .._checks import describe_some
 from ..conversion.sizing import QuantizePlan
 from ..files import CarriedOver
 from ..pictures.drawing import clean, describe_bytes
+from ..pictures.rows import counted
 
 Kind = tuple[str, str]
 """The name of a scheme, empty for a plain tensor, and the dtype of the values."""
@@ -48,7 +49,7 @@ def print_made(target: Path | str, report: TransformReport, *, is_quantized: boo
         print(f"  left out, zeros that {report.formats[0]} adds to a model: {_names(report.padding)}")
     carried = report.carried
     if carried.files:
-        print(f"  copied: {len(carried.files)} other files")
+        print(f"  copied: {counted(len(carried.files), 'other file')}")
     if carried.weights:
         print(f"  copied weights, unchanged: {_names(carried.weights)}")
     for why in sorted(set(carried.left_out.values())):

@@ -57,7 +57,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         verb(parsed)
     except TetherError as error:
-        print("\n".join(clean(line) for line in f"torchtether: {error}".split("\n")), file=sys.stderr)
+        said = str(error)
+        if error.name in ("format", "max_shard_size", "target_size"):  # as on the command line, not as in Python
+            said = f"--{error.name.replace('_', '-')}{said.removeprefix(error.name)}"
+        print("\n".join(clean(line) for line in f"torchtether: {said}".split("\n")), file=sys.stderr)
         return 1
     except BrokenPipeError:  # the reader of our output has closed the pipe, as ``head`` does
         sys.stderr.close()

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from .._checks import describe_some
 from ..errors import CheckpointError
 from ..geometry.views import Shape, View
 from ..progress import Tick, no_tick
@@ -310,5 +311,11 @@ def _find_in_folder(folder: Path) -> tuple[tuple[Path, ...], Index | None]:
             f"the folder holds several GGUF files: {names}", name=str(folder), fix="Give the path of one."
         )
     if not others:
-        raise CheckpointError(f"the folder holds no safetensors file, and no {pickled.name}", name=str(folder))
+        inner = sorted(one.name for one in folder.iterdir() if one.is_dir() and not one.name.startswith("."))
+        inner = [name for name in inner if _visible(folder / name, SUFFIX) or _visible(folder / name, GGUF_SUFFIX)]
+        raise CheckpointError(
+            f"the folder holds no safetensors file, and no {pickled.name}",
+            name=str(folder),
+            fix=f"Give the path of a folder in it that does: {describe_some(inner, 8)}." if inner else "",
+        )
     return tuple(others), None

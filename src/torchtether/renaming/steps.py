@@ -72,6 +72,8 @@ def _steps(rename: Rename) -> list[Rule | Naming]:
     if isinstance(rename, (Rule, Mapping)) or callable(rename):
         rename = [rename]
     try:
+        if isinstance(rename, str):  # its letters are no rules
+            raise TypeError
         return [_step(step) for step in rename]
     except TypeError:
         raise RuleError(f"is {describe(rename)}, not a list of rules", name="rename", fix=_FIX) from None

@@ -45,6 +45,7 @@ def scheme_from_text(text: str) -> Scheme:
     Traceback (most recent call last):
     torchtether.errors.RuleError: int8: there is no option 'group'. It has group_size, symmetric, scale_dtype, fit.
     """
+    text = text.strip().removeprefix("tt.")  # as errors and guides write it
     name, bracket, _ = text.partition("(")
     name = name.strip()
     make: Callable[..., Scheme] | None = _CLASSES.get(name)
