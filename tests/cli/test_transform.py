@@ -328,6 +328,7 @@ def test_a_scheme_may_be_called_as_errors_and_guides_write_it():
         ("int4(64) or int8", "is not understood"),
         ("int4" + "(" * 400, "is not understood"),
         ("int4(group_size=" + "[" * 300, "is not understood"),
+        ("int4(group_size=" + "-" * 470 + "1)", "is not understood"),
         ("int4(1, True, None, None)", "is not understood"),
         ("int8(32, True)", "is not understood"),
         ("int4(*[64])", "is no int or None"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import inspect
 import types
@@ -132,10 +133,12 @@ def _found_name(scheme: Scheme) -> str:
 
 
 def _parsed(text: str, name: str, make: Callable[..., Scheme], known: tuple[str, ...]) -> ast.Call:
-    try:
-        call = ast.parse(text.strip(), mode="eval").body if len(text) <= _LONGEST else None
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        call = None
+    call = None
+    with contextlib.suppress(SyntaxError, ValueError, RecursionError, MemoryError):
+        if len(text) <= _LONGEST:
+            parsed = ast.parse(text.strip(), mode="eval").body
+            ast.unparse(parsed)  # raises if the text is nested too deeply for ``_value``
+            call = parsed
     positional = [one for one in inspect.signature(make).parameters.values() if one.kind is not one.KEYWORD_ONLY]
     if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or len(call.args) > len(positional):
         example = f"{name}({', '.join(f'{option}=...' for option in known)})"
