@@ -362,15 +362,23 @@ def test_state_of_an_optimizer_that_is_quantized_is_told_once(monkeypatch, make,
     assert [one.filename for one in told] == [__file__]
 
 
+def _foreach_copied(weight):
+    """As some averages of a model begin."""
+    made = torch.empty_like(weight)
+    torch._foreach_copy_([made], [weight])
+    return made
+
+
 @pytest.mark.parametrize(
     "make",
     [
         lambda weight: torch.empty_like(weight).copy_(weight),
+        _foreach_copied,
         lambda weight: weight.detach().clone(),
         lambda weight: torch.nn.Parameter(torch.empty_like(weight)).data.fill_(1),
         lambda weight: weight.new_zeros((weight.shape[0] + 1, *weight.shape[1:]))[:-1].copy_(weight),
     ],
-    ids=["copied into", "clone", "parameter", "rows of what pads"],
+    ids=["copied into", "copied into with others", "clone", "parameter", "rows of what pads"],
 )
 def test_weights_with_values_are_no_such_state(monkeypatch, make):
     monkeypatch.setattr(inplace, "_warned", set())
@@ -378,6 +386,16 @@ def test_weights_with_values_are_no_such_state(monkeypatch, make):
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("error")
         make(weight).add_(torch.randn(weight.shape))
+
+
+@pytest.mark.parametrize("make", STATE.values(), ids=STATE)
+def test_state_with_a_master_is_told_nothing(monkeypatch, make):
+    """What is added goes to the master."""
+    monkeypatch.setattr(inplace, "_warned", set())
+    weight = _trained(tt.Mastered(tt.int8())).detach()
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("error")
+        make(weight).add_(torch.full(weight.shape, 1e-4))
 
 
 def test_a_model_on_new_memory_trains_without_a_warning(monkeypatch):

@@ -49,6 +49,9 @@ WRITES = """
 def write(op: Any, *args: Any, **kwargs: Any) -> Any:
     """Run ``op`` on decoded values, then encode those that it wrote; all are encoded before one is stored."""
     written = written_by(op, args, kwargs, Weight)
+    if op is aten._foreach_copy_.default:
+        for weight in written:
+            mark_filled(weight)
     if any(_master(weight) is not None for weight in written):
         return _write_in_float32(op, args, kwargs, is_update=False)
     decoded: dict[int, Tensor] = {}
@@ -107,7 +110,8 @@ FOREIGN_WRITES.append(update)
 
 def _warn_of_state(written: Sequence[Weight]) -> None:
     """Warn once of a Weight that is summed up, although no values were copied into it: state of an optimizer."""
-    found = next((one for one in written if is_unfilled(one) and not one.scheme.transparent), None)
+    unfilled = filter(is_unfilled, written)
+    found = next((one for one in unfilled if not one.scheme.transparent and _master(one) is None), None)
     if found is not None and is_unfilled not in _warned:
         _warned.add(is_unfilled)
         warn(
