@@ -363,3 +363,12 @@ def test_a_sparse_buffer_on_meta_is_refused_as_what_is_not_recorded_until_it_is_
     tt.load(model, tmp_path / "x")
     assert torch.equal(model.weight, source.weight)
     assert model.heads is source.heads
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_jagged_buffer_on_meta_is_refused_before_anything_changes():
+    model = nn.Linear(2, 2)
+    model.register_buffer("rows", torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged))
+    with pytest.raises(ConversionError, match=r"^rows: on meta, .* does not record torch\.jagged tens"):
+        tt.materialize(model.to("meta"), init=nn.Linear.reset_parameters)
+    assert model.weight.is_meta

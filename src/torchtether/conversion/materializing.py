@@ -230,7 +230,7 @@ def _reset_of(module: nn.Module) -> Callable[[], Any] | None:
 
 def _check_init(components: Collection[Component], modules: dict[str, nn.Module], init: Any) -> None:
     layouts = {c.names[0]: c.members[0].tensor.layout for c in components}
-    if sparse := [name for name, layout in layouts.items() if layout not in (torch.strided, torch.jagged)]:
+    if sparse := [name for name, layout in layouts.items() if layout is not torch.strided]:
         raise ConversionError(
             f"{describe_some(sparse, 8)}: on meta, and tt.on_meta() does not record {layouts[sparse[0]]} tensors",
             fix="Assign a real tensor to each first.",
