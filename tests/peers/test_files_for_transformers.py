@@ -84,6 +84,45 @@ def test_a_config_that_is_there_is_kept_and_a_new_one_is_that_of_the_model(tmp_p
     assert not (tmp_path / "native" / "config.json").exists()
 
 
+def test_a_config_that_is_no_json_is_refused_only_where_it_is_needed(tmp_path):
+    model = tt.quantize(llama(True), {"*_proj.weight": "int8"})
+    model.config.odd = torch.device("cpu")
+    tt.save(model, tmp_path / "native")
+    with pytest.raises(tt.CheckpointError, match=r"^config\.json: the config of the model cannot be written as JSON"):
+        tt.save(model, tmp_path / "new", format="compressed-tensors")
+    assert not (tmp_path / "new").exists()
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "config.json").write_text('{"model_type": "mine"}')
+    tt.save(model, tmp_path / "old", format="compressed-tensors")
+
+
+def test_a_model_of_transformers_without_float_parameters_is_saved(tmp_path):
+    class Counting(transformers.PreTrainedModel):
+        config_class = transformers.LlamaConfig
+
+        def __init__(self):
+            super().__init__(transformers.LlamaConfig())
+            self.register_buffer("count", torch.ones(2, dtype=torch.int64))
+
+    tt.save(Counting(), tmp_path / "x.safetensors")
+    tt.save(Counting(), tmp_path / "x", format="compressed-tensors")
+
+
+def test_configs_within_a_new_config_say_nothing_of_an_older_quantization(tmp_path):
+    from torchtether.integrations.transformers import TetherConfig
+
+    small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text, vision = {**small, "vocab_size": 64}, {**small, "image_size": 8, "patch_size": 4}
+    config = transformers.CLIPConfig(text_config=text, vision_config=vision, projection_dim=8)
+    transformers.CLIPModel(config).save_pretrained(tmp_path / "float")
+    quantization = TetherConfig("int8")
+    model = transformers.CLIPModel.from_pretrained(tmp_path / "float", quantization_config=quantization)
+    tt.save(model, tmp_path / "new", format="compressed-tensors")
+    said = (tmp_path / "new" / "config.json").read_text()
+    assert "torchtether" not in said
+    assert said.count('"quantization_config"') == 1
+
+
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize(("format", "name"), WRITTEN)
 def test_linear_layers_alone(tmp_path, format, name, tied):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -97,7 +98,7 @@ def save(
         max_shard_size=max_shard_size,
         progress=progress,
         metadata=pairs,
-        config=config_of(model),
+        config=partial(config_of, model),
     )
 
 
@@ -107,11 +108,20 @@ def config_of(model: nn.Module | Mapping[str, Tensor]) -> dict[str, Any]:
     config: Any = getattr(found, "config", None)
     if not hasattr(type(found), "config_class") or not hasattr(config, "to_json_string"):
         return {}
-    made = json.loads(config.to_json_string())
-    made.pop("quantization_config", None)
+    try:
+        made = json.loads(config.to_json_string(), object_hook=_without_quantization)
+    except (TypeError, ValueError) as error:
+        what = f"the config of the model cannot be written as JSON: {error}"
+        raise CheckpointError(what, name="config.json", fix="Write one to the folder before.") from error
     # fully_shard gives a model a class of torch's
     kinds = (kind for kind in type(found).__mro__ if not kind.__module__.startswith("torch."))
-    return {**made, "architectures": [next(kinds).__name__], "dtype": dtype_name(found.dtype)}
+    dtypes = [dtype_name(one.dtype) for one in found.parameters() if one.is_floating_point()]
+    return {**made, "architectures": [next(kinds).__name__], **({"dtype": dtypes[0]} if dtypes else {})}
+
+
+def _without_quantization(entries: dict[str, Any]) -> dict[str, Any]:
+    """Return ``entries`` of a config, or of one within it, as of a text model, without those about quantization."""
+    return {key: value for key, value in entries.items() if key != "quantization_config"}
 
 
 # -- the tensors to store ---------------------------------------------------------------------------------------------

@@ -106,7 +106,7 @@ def write_groups(
     verb: str = "save",
     metadata: Pairs | None = None,
     stem: str = "model",
-    config: Mapping[str, Any] | None = None,
+    config: Callable[[], Mapping[str, Any]] | None = None,
 ) -> None:
     """Write ``groups`` to ``path``, a ``.safetensors`` file or a folder, in shards if they exceed ``max_shard_size``.
 
@@ -115,7 +115,7 @@ def write_groups(
     A format with its own kind of file (GGUF) writes one such file, with ``metadata`` in it.
 
     Metadata of ``format`` that is not in the tensor files goes into the JSON files of the folder, and replaces no other
-    entries; a new ``config.json`` has those of ``config``, too. Every file is written beside its target, and renamed
+    entries; a new ``config.json`` has those of ``config()``, too. Every file is written beside its target, and renamed
     when all are written (``files/replacing.py``). Raises CheckpointError if two tensors have the same key, before
     anything is written, or if the system cannot write.
     """
@@ -160,9 +160,9 @@ def plan_files(
     format: Writable = native,
     max_shard_size: int | str | None = None,
     stem: str = "model",
-    config: Mapping[str, Any] | None = None,
+    config: Callable[[], Mapping[str, Any]] | None = None,
 ) -> FilePlan:
-    """Plan the file of each group, and the text files; ``config`` has the entries of a new ``config.json``."""
+    """Plan the file of each group, and the text files; ``config()`` gives the entries of a new ``config.json``."""
     shards = list(_shards(groups, _limit(max_shard_size)))
     is_folder = path.suffix != SUFFIX
     folder, stem = (path, stem) if is_folder else (path.parent, path.name.removesuffix(SUFFIX))
@@ -172,7 +172,7 @@ def plan_files(
     names = [f"{stem}{number}{SUFFIX}" for number in numbers]
 
     def texts(headers: Mapping[str, str]) -> dict[Path, bytes]:
-        found = _beside(groups, format, folder, is_folder, config or {})
+        found = _beside(groups, format, folder, is_folder, config or dict)
         if is_indexed:
             found[f"{stem}{INDEX_SUFFIX}"] = _index(groups, shards, headers, name=str(folder / f"{stem}{INDEX_SUFFIX}"))
         return {folder / name: text for name, text in found.items()}
@@ -231,7 +231,11 @@ def _write_contained(
 
 
 def _beside(
-    groups: Sequence[ShardGroup], format: Writable, folder: Path, is_folder: bool, config: Mapping[str, Any]
+    groups: Sequence[ShardGroup],
+    format: Writable,
+    folder: Path,
+    is_folder: bool,
+    config: Callable[[], Mapping[str, Any]],
 ) -> dict[str, bytes]:
     """Return the new JSON files that ``format`` changes, without entries of other formats about quantization."""
     specs = {name: spec for group in groups for name, spec in group.weights.items()}
@@ -254,7 +258,7 @@ def _beside(
         said = {name: what for name, what in said.items() if name in there}
     made = {}
     for name in sorted({*said, *(["config.json"] if "config.json" in there else [])}):
-        before = there.get(name, config if name == "config.json" else {})
+        before = there[name] if name in there else config() if name == "config.json" else {}
         after = with_quantization(before, said.get(name, {}))
         if after != before:
             made[name] = _json(after)

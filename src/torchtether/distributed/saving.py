@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import itertools
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -126,7 +127,7 @@ class _Save:
         check_keys(groups)
         if ranks.is_alone:
             self._check_alone()
-        self.files: FilePlan = plan_files(groups, path, target, max_shard_size, config=config_of(model))
+        self.files: FilePlan = plan_files(groups, path, target, max_shard_size, config=partial(config_of, model))
         self.written: dict[Path, tuple[Path, str]] = {}
         """By target, the temporary path of each file that this rank has written, and the digest of its header."""
 
