@@ -114,7 +114,9 @@ class Wrapper:
         self.optimizer, self.param_groups, self.state = optimizer, optimizer.param_groups, optimizer.state
 
 
-@pytest.mark.parametrize("wrap", [lambda one: one, Wrapper], ids=["bare", "wrapped"])
+@pytest.mark.parametrize(
+    "wrap", [lambda one: one, Wrapper, lambda one: Wrapper(Wrapper(one))], ids=["bare", "wrapped", "wrapped twice"]
+)
 def test_state_that_the_optimizer_calls_not_castable_keeps_its_dtype(wrap):
     """Of bitsandbytes: its kernels take these moments as float32, and would read and write past 16-bit ones."""
     model = nn.Linear(4, 4)

@@ -194,8 +194,11 @@ def _keys_of_one_dtype(optimizer: Optimizer) -> set[Any]:
 
     bitsandbytes lists them: its kernels take moments that are not of 8 bits as float32, whatever the parameter is.
     """
-    wrapped = [value for value in getattr(optimizer, "__dict__", {}).values() if hasattr(value, "param_groups")]
-    return {key for one in (optimizer, *wrapped) for key in getattr(one, "non_castable_tensor_keys", ())}
+    found: list[Any] = [optimizer]
+    for one in found:  # which grows
+        held = [value for value in getattr(one, "__dict__", {}).values() if hasattr(value, "param_groups")]
+        found += [value for value in held if all(value is not other for other in found)]
+    return {key for one in found for key in getattr(one, "non_castable_tensor_keys", None) or ()}
 
 
 def _followed(value: Any, change: Converted, steps_move: bool, is_number: bool) -> Any:
