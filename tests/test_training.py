@@ -373,12 +373,13 @@ def _foreach_copied(weight):
     "make",
     [
         lambda weight: torch.empty_like(weight).copy_(weight),
+        lambda weight: torch.empty_like(weight).normal_(),
         _foreach_copied,
         lambda weight: weight.detach().clone(),
         lambda weight: torch.nn.Parameter(torch.empty_like(weight)).data.fill_(1),
         lambda weight: weight.new_zeros((weight.shape[0] + 1, *weight.shape[1:]))[:-1].copy_(weight),
     ],
-    ids=["copied into", "copied into with others", "clone", "parameter", "rows of what pads"],
+    ids=["copied into", "random", "copied into with others", "clone", "parameter", "rows of what pads"],
 )
 def test_weights_with_values_are_no_such_state(monkeypatch, make):
     monkeypatch.setattr(inplace, "_warned", set())

@@ -118,7 +118,7 @@ def test_all_faults_are_said_at_once(tmp_path):
 
 
 @pytest.mark.parametrize("surplus", ["", "module.", "_orig_mod.module."])
-@pytest.mark.parametrize("lacking", ["", "model.", "a.b."])
+@pytest.mark.parametrize("lacking", ["", "model.", "a.b.", r"a\1."])
 def test_a_prefix_that_only_one_side_has_is_named_with_the_rule_for_it(tmp_path, surplus, lacking):
     tt.save({surplus + name: tensor for name, tensor in state().items()}, tmp_path / "x")
     model = build(Tied)

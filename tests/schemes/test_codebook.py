@@ -200,6 +200,8 @@ def test_every_name_means_a_scheme(name):
 def test_an_unknown_name_is_answered_with_the_nearest():
     with pytest.raises(RuleError, match="Did you mean 'int4'"):
         resolve("int-4")
+    with pytest.raises(RuleError, match=r"^unknown scheme '[?]{80}', known are .* Give one of these\.$"):
+        resolve("?" * 10_000)
     with pytest.raises(RuleError, match="got an int"):
         resolve(4)
 

@@ -106,22 +106,21 @@ class _Watchers(threading.local):
 
 _WATCHERS = _Watchers()
 _HOOKS: list[RemovableHandle] = []
-_HOOKING = threading.Lock()
 
 
 def _hook_registrations() -> None:
     """Let torch tell the watchers of a thread what its modules register, from the first block on.
 
     The hooks stay: torch loops over them in every thread that builds a module, which fails if one is removed meanwhile.
+    No lock, which a process that is forked meanwhile would wait for: if two threads register them, all is told twice.
     """
-    with _HOOKING:
-        if not _HOOKS:
-            registrations = (
-                hooks.register_module_parameter_registration_hook,
-                hooks.register_module_buffer_registration_hook,
-                hooks.register_module_module_registration_hook,
-            )
-            _HOOKS.extend([register(_tell_watchers) for register in registrations])
+    if not _HOOKS:
+        registrations = (
+            hooks.register_module_parameter_registration_hook,
+            hooks.register_module_buffer_registration_hook,
+            hooks.register_module_module_registration_hook,
+        )
+        _HOOKS.extend([register(_tell_watchers) for register in registrations])
 
 
 def _tell_watchers(parent: nn.Module, name: str, value: Any) -> None:

@@ -59,7 +59,7 @@ def _of_prefix(strange: Sequence[str], known: set[str], listed: Iterable[str], a
     fitting = [prefix for prefix in longer if _fit([prefix + name for name in strange], known)]
     if len(fitting) != 1:  # of several, such as those of all layers of a stack, none is meant more than another
         return []
-    rule = ("^", fitting[0])
+    rule = ("^", fitting[0].replace("\\", r"\\"))
     return [f"{fitting[0]}*: the names of the checkpoint lack this prefix. {advice.format(rule)}"]
 
 

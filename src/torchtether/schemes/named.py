@@ -194,5 +194,6 @@ def resolve(scheme: str | Scheme) -> Scheme:
         raise RuleError(f"a scheme or its name is needed, got {describe(scheme)}", fix="Try 'int8', or tt.int8().")
     if scheme.partition("(")[0] in NAMED:
         raise RuleError(f"{scheme!r} is text with options, and only names are taken as text", fix=f"Give tt.{scheme}.")
-    near = difflib.get_close_matches(scheme.lower(), NAMED, n=1, cutoff=0.0)[0]
-    raise RuleError(f"unknown scheme {scheme!r}, known are {', '.join(NAMED)}", fix=f"Did you mean {near!r}?")
+    near = difflib.get_close_matches(scheme.lower()[:80], NAMED, n=1, cutoff=0.5)
+    fix = f"Did you mean {near[0]!r}?" if near else "Give one of these."
+    raise RuleError(f"unknown scheme {scheme[:80]!r}, known are {', '.join(NAMED)}", fix=fix)

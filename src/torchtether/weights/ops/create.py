@@ -21,12 +21,12 @@ ATTACHED.add(_UNFILLED)
 
 
 def is_unfilled(weight: Weight) -> bool:
-    """Return whether ``weight`` comes from a factory op and nothing was copied into it: it may be optimizer state."""
+    """Return whether ``weight`` comes from a factory op and holds at most a constant: it may be optimizer state."""
     return _UNFILLED in weight.__dict__ and not isinstance(weight, torch.nn.Parameter)
 
 
 def mark_filled(weight: Weight) -> None:
-    """Tell that values of another tensor were copied into ``weight``."""
+    """Tell that ``weight`` has got values that are no constant, as of another tensor, or random ones."""
     weight.__dict__.pop(_UNFILLED, None)
 
 

@@ -45,11 +45,15 @@ WRITES = """
 """Ops that set values: the result is rounded to nearest."""
 
 
+_CONSTANTS = {f"aten::{name}" for name in ("zero_", "fill_", "_foreach_zero_")}
+"""Ops by which optimizers begin their state."""
+
+
 @rule(*overloads(WRITES, writes=True), kind="re-encoded")
 def write(op: Any, *args: Any, **kwargs: Any) -> Any:
     """Run ``op`` on decoded values, then encode those that it wrote; all are encoded before one is stored."""
     written = written_by(op, args, kwargs, Weight)
-    if op is aten._foreach_copy_.default:
+    if schema_of(op).name not in _CONSTANTS:
         for weight in written:
             mark_filled(weight)
     if any(_master(weight) is not None for weight in written):
