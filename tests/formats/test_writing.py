@@ -202,6 +202,17 @@ def test_schemes_without_words(tmp_path, format):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("format", ["compressed-tensors", "bitsandbytes"])
+def test_a_format_that_does_not_store_that_inputs_are_rounded_says_so(tmp_path, format):
+    scheme = bitsandbytes.INT8 if format == "bitsandbytes" else tt.int8()
+    model = tt.quantize(_model(), {"mid.weight": scheme})
+    tt.quantize_activations(model, "int8")
+    tt.save(model, tmp_path / "native")
+    with pytest.warns(UserWarning, match=f"^mid.weight: {format} does not store that inputs .* are rounded") as told:
+        tt.save(model, tmp_path / "other", format=format)
+    assert [one.filename for one in told] == [__file__]
+
+
 def test_unknown_formats(tmp_path):
     with pytest.raises(tt.CheckpointError, match="unknown format 'x'. Choose one of 'native'"):
         tt.save(_model(), tmp_path, format="x")

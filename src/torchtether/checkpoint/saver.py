@@ -13,12 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from .._checks import check_callable, check_path, check_unicode, describe
+from .._checks import check_callable, check_path, check_unicode, describe, describe_some
 from .._dtypes import dtype_name
+from .._warnings import warn
 from ..errors import ArgumentError, CheckpointError, TieError
 from ..exchange.refusals import ON_DISK, is_on_disk
 from ..files import CODES, HIDDEN, Pairs, check_writable, is_weight_view
-from ..formats import Contained, Writable, writable
+from ..formats import Contained, Writable, native, writable
 from ..geometry.blocks import blocks_of, has_values, is_strided
 from ..geometry.views import View, contiguous_stride
 from ..progress import Progress
@@ -158,6 +159,10 @@ def plan_groups(
     for group in groups:
         names = {*group.weights, *(name for tie in group.ties for name in tie.names)}
         group.is_linear = others.isdisjoint(names)
+    rounded = [name for group in groups for name, spec in group.weights.items() if spec.activations is not None]
+    if rounded and format is not native:
+        what = f"{format.name} does not store that inputs of these layers are rounded"
+        warn(f"{describe_some(rounded)}: {what}. Call tt.quantize_activations after a load.")
     return groups
 
 
