@@ -214,7 +214,7 @@ def test_the_command_line_meets_a_size(tmp_path, capsys):
         assert made.ties[0].names == ("emb.weight", "head.weight")
     assert "bits a weight, summed error" in shown
     assert main([*arguments[:2], str(tmp_path / "other"), "--target-size", "1kB"]) == 1
-    assert capsys.readouterr().err.startswith("torchtether: target_size: the smallest possible plan takes")
+    assert capsys.readouterr().err.startswith("torchtether: --target-size: the smallest possible plan takes")
     for wrong in (["24kB", "--scheme", "int8"], ["many"], ["24kB", "--max-shard-size", "many"]):
         with pytest.raises(SystemExit) as caught:
             main([*arguments[:2], str(tmp_path / "other"), "--target-size", *wrong])
