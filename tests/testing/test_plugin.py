@@ -58,7 +58,7 @@ def test_laws_are_tests_with_clear_ids(tmp_path):
     for line in (
         "PASSED test_mine.py::test_tensors[make_int8-clone]",
         "PASSED test_mine.py::test_tensors[make_int8-swap]",
-        "PASSED test_mine.py::test_scheme[Affine-bound]",
+        "PASSED test_mine.py::test_scheme[int8-bound]",
         "PASSED test_mine.py::test_format[native-pure]",
         "FAILED test_mine.py::test_wrong[Wrong-clone]",
         "it holds its values itself",
