@@ -228,6 +228,23 @@ def test_layers_whose_rows_do_not_add_up_have_no_rule(tmp_path, stored, lacking)
         assert not any("rename=" in fault for fault in plan.faults)
 
 
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["a." * 500 + f"x{i}.weight" for i in range(8000)],  # many prefixes, and long names
+        ["weight", *(f"x{i}" for i in range(20000))],  # one that ends the names of all layers
+    ],
+    ids=["long", "short"],
+)
+def test_names_of_a_hostile_file_are_refused_without_a_hint(tmp_path, names):
+    """Few prefixes are tried, each only up to the first name that does not fit, and long names are not compared."""
+    tt.save({name: torch.ones(1) for name in names}, tmp_path / "x")
+    model = nn.ModuleDict({"model": nn.ModuleDict({f"l{i}": nn.Linear(1, 1, bias=False) for i in range(2000)})})
+    with contextlib.closing(tt.plan_load(model, tmp_path / "x")) as plan:
+        assert len(plan.faults) == len(names) + 2000
+        assert not any("rename=" in fault for fault in plan.faults)
+
+
 LINEAR = {"m.weight": (2, 2), "m.bias": (2,)}
 
 

@@ -13,7 +13,10 @@ _ORDER = ("q", "k", "v", "gate", "up")
 """How the names of pieces begin, in the order in which models join them; files have them in alphabetical order."""
 
 _TRIED = 8
-"""The most names of a checkpoint for which a prefix is searched among those of the model."""
+"""The most names of a checkpoint for which a prefix is searched, and the most parts of a name that may be one."""
+
+_MOST = 64
+"""The most prefixes that are tried, because a file may hold any names."""
 
 
 def rename_hints(draft: Draft, strange: Sequence[str], known: set[str]) -> list[str]:
@@ -49,27 +52,38 @@ def _of_prefix(strange: Sequence[str], known: set[str], listed: Iterable[str], a
     """Return a fault if the names that a checkpoint has, ``strange``, fit those that are ``known`` but for a prefix."""
     if not known.isdisjoint(listed):
         return []
+    places = {_parts_of(name)[0] for name in known}
     first = strange[0]
-    for end in (i + 1 for i, letter in enumerate(first) if letter == "."):
+    for end in [i + 1 for i, letter in enumerate(first) if letter == "."][:_TRIED]:
         prefix = first[:end]
-        if all(name.startswith(prefix) for name in strange) and _fit([n[end:] for n in strange], known):
+        cut = (name[end:] if name.startswith(prefix) else None for name in strange)
+        if _fit(cut, known, places):
             rule = (f"^{re.escape(prefix)}", "")
             return [f"{prefix}*: the names of the model lack this prefix. {advice.format(rule)}"]
-    longer = {one.removesuffix(name) for name in strange[:_TRIED] for one in known if one.endswith(f".{name}")}
-    fitting = [prefix for prefix in longer if _fit([prefix + name for name in strange], known)]
+    ways = [{one.removesuffix(name) for one in known if one.endswith(f".{name}")} for name in strange[:_TRIED]]
+    longer = min(filter(None, ways), key=len, default=set())  # those of the name that fits fewest
+    fitting = (
+        [one for one in longer if _fit((one + name for name in strange), known, places)] if len(longer) <= _MOST else []
+    )
     if len(fitting) != 1:  # of several, such as those of all layers of a stack, none is meant more than another
         return []
     rule = ("^", fitting[0].replace("\\", r"\\"))
     return [f"{fitting[0]}*: the names of the checkpoint lack this prefix. {advice.format(rule)}"]
 
 
-def _fit(names: Sequence[str], known: set[str]) -> bool:
-    """Return whether ``names`` are ``known``: an eighth or more, and of the rest their places, as of joined layers."""
-    found = sum(name in known for name in names)
-    if found == len(names) or found < len(names) / 8:
-        return found == len(names)
-    places = {_parts_of(name)[0] for name in known}
-    return all(_parts_of(name)[0] in places for name in names)
+def _fit(names: Iterable[str | None], known: set[str], places: set[str]) -> bool:
+    """Return whether ``names`` are ``known``: an eighth or more, and of the rest their ``places``, as of joined layers.
+
+    The first name that does not fit ends it: files have many names, and each prefix that is tried would meet all.
+    """
+    found = count = 0
+    for name in names:
+        if name in known:
+            found += 1
+        elif name is None or _parts_of(name)[0] not in places:
+            return False
+        count += 1
+    return found >= count / 8
 
 
 def _of_pieces(draft: Draft, strange: Sequence[str], advice: str) -> list[str]:
@@ -77,17 +91,18 @@ def _of_pieces(draft: Draft, strange: Sequence[str], advice: str) -> list[str]:
     stored = {name: tuple(draft.given.spec(name).shape) for name in strange}
     shapes = {n: tuple(m.tensor.shape) for c in draft.targets.components for m in c.members for n in m.names}
     lacking = {name: shapes[name] for name in draft.missing if name in shapes}
+    parts = {part for name in draft.given.listed for part in name.split(".")}
     names, said, rules = [], [], []
-    for whole, leaves, sizes in _joined(stored, lacking):
+    for whole, leaves, sizes in _joined(stored, lacking)[:_TRIED]:
         names.append(f"*{whole}*")
         said.append(f"{whole}, where the model has {', '.join(leaves)}")
         options = f", sizes={sizes}" if len({*sizes}) > 1 else ""
-        rules.append(f"tt.Split({_pattern(whole, draft.given.listed)!r}, {leaves}{options})")
-    for whole, leaves, _ in _joined(lacking, stored):
+        rules.append(f"tt.Split({_pattern(whole, parts)!r}, {leaves}{options})")
+    for whole, leaves, _ in _joined(lacking, stored)[:_TRIED]:
         leaves = sorted(leaves, key=lambda leaf: [not leaf.startswith(first) for first in _ORDER])
         names.append(f"*{whole}*")
         said.append(f"{', '.join(leaves)}, where the model has {whole}")
-        rules.append(f"tt.Concat({[_pattern(leaf, draft.given.listed) for leaf in leaves]}, {whole!r})")
+        rules.append(f"tt.Concat({[_pattern(leaf, parts) for leaf in leaves]}, {whole!r})")
     if not rules:
         return []
     what = f"the checkpoint has {'; '.join(said)}. If they lie in this order"
@@ -120,7 +135,7 @@ def _parts_of(name: str) -> tuple[str, str, str]:
     return place, leaf, last
 
 
-def _pattern(leaf: str, names: Iterable[str]) -> str:
-    """Return a regex that finds ``leaf`` as a whole part of ``names``."""
-    is_plain = all(leaf in name.split(".") for name in names if leaf in name)
+def _pattern(leaf: str, parts: set[str]) -> str:
+    """Return a regex that finds ``leaf`` as a whole one of ``parts``, those of all names."""
+    is_plain = all(leaf == part for part in parts if leaf in part)
     return re.escape(leaf) if is_plain else rf"\b{re.escape(leaf)}\b"

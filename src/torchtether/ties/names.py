@@ -46,9 +46,19 @@ def named_tensors(model: Tensors) -> dict[str, Tensor]:
     return dict(sorted(model.items(), key=lambda item: not isinstance(item[1], nn.Parameter)))
 
 
+_LONGEST = 300
+"""The most characters of a name that is compared with others."""
+
+
 def nearest(name: str, names: Iterable[str]) -> str:
-    """Return the one of ``names`` that looks most like ``name``; empty if there are none."""
-    return next(iter(difflib.get_close_matches(name, list(names), n=1, cutoff=0.0)), "")
+    """Return the one of ``names`` that looks most like ``name``; empty if there are none.
+
+    Long names are left out: the time grows with the square of their length, and a file may hold any.
+    """
+    if len(name) > _LONGEST:
+        return ""
+    short = [other for other in names if len(other) <= _LONGEST]
+    return next(iter(difflib.get_close_matches(name, short, n=1, cutoff=0.0)), "")
 
 
 def check_known(name: str, tensors: Iterable[str]) -> None:
