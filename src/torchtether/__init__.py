@@ -13,6 +13,7 @@ with _uncollected():  # one garbage collection over all objects of torch would t
     from ._version import __version__ as __version__
     from .checkpoint.reader import Checkpoint
     from .checkpoint.reader import open_checkpoint as open
+    from .checkpoint.saver import CONFIGS as _CONFIGS
     from .checkpoint.saver import save
     from .conversion.activations import quantize_activations
     from .conversion.building import INITIALISING as _INITIALISING
@@ -85,6 +86,7 @@ with _uncollected():  # one garbage collection over all objects of torch would t
     from .weights.wrapper import rebuild_wrapper as rebuild_wrapper
 
 _warn_if_untested()
+_CONFIGS.update(_imported.CONFIGS)
 _LISTENERS.update(_imported.LISTENERS)
 _INITIALISING.update(_imported.INITIALISING)
 _FILLED.update(_imported.FILLED)

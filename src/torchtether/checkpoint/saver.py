@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from .._checks import check_callable, check_path, check_unicode, describe, describe_some
-from .._dtypes import dtype_name
 from .._warnings import warn
 from ..errors import ArgumentError, CheckpointError, TieError
 from ..exchange.refusals import ON_DISK, is_on_disk
@@ -103,26 +102,20 @@ def save(
     )
 
 
+CONFIGS: dict[str, Callable[[nn.Module], dict[str, Any]]] = {}
+"""Functions that return the entries of ``config.json`` for a model of a library, by a module that is imported then.
+
+They return no entries for other models, and raise CheckpointError for a config that JSON cannot hold.
+"""
+
+
 def config_of(model: nn.Module | Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return the entries of ``config.json`` for a transformers model, as its ``save_pretrained`` does; else none."""
-    found: Any = uncompiled(model)
-    config: Any = getattr(found, "config", None)
-    if not hasattr(type(found), "config_class") or not hasattr(config, "to_json_string"):
+    """Return the entries of ``config.json`` that the library of ``model`` gives it; none for other models."""
+    found = uncompiled(model)
+    if not isinstance(found, nn.Module):
         return {}
-    try:
-        made = json.loads(config.to_json_string(), object_hook=_without_quantization)
-    except (TypeError, ValueError) as error:
-        what = f"the config of the model cannot be written as JSON: {error}"
-        raise CheckpointError(what, name="config.json", fix="Write one to the folder before.") from error
-    # fully_shard gives a model a class of torch's
-    kinds = (kind for kind in type(found).__mro__ if not kind.__module__.startswith("torch."))
-    dtypes = [dtype_name(one.dtype) for one in found.parameters() if one.is_floating_point()]
-    return {**made, "architectures": [next(kinds).__name__], **({"dtype": dtypes[0]} if dtypes else {})}
-
-
-def _without_quantization(entries: dict[str, Any]) -> dict[str, Any]:
-    """Return ``entries`` of a config, or of one within it, as of a text model, without those about quantization."""
-    return {key: value for key, value in entries.items() if key != "quantization_config"}
+    made = (entries_of(found) for library, entries_of in CONFIGS.items() if library in sys.modules)
+    return next(filter(None, made), {})
 
 
 # -- the tensors to store ---------------------------------------------------------------------------------------------

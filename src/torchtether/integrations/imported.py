@@ -5,6 +5,7 @@ No library is imported here before the user has imported it.
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections.abc import Callable, Collection
@@ -17,7 +18,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from .._dtypes import dtype_name
 from ..checkpoint.reader import Checkpoint
+from ..errors import CheckpointError
 from ..renaming.steps import Rename
 from ..ties.names import named_tensors
 from ..torch_private.modules import buffers_of, parameters_of, unwrapped_name
@@ -105,6 +108,34 @@ def _mark_for_transformers(model: nn.Module, left: Collection[str]) -> None:
 
 FILLED = {_MODELING: _mark_for_transformers}
 """Functions that tell an imported library which modules have their values; see ``materializing.FILLED``."""
+
+
+def _config_of_transformers(model: nn.Module) -> dict[str, Any]:
+    """Return the entries of ``config.json`` for a transformers model, as its ``save_pretrained`` does; else none.
+
+    Raise CheckpointError if JSON cannot hold them.
+    """
+    config: Any = getattr(model, "config", None)
+    if not isinstance(model, getattr(_whole(_MODELING), "PreTrainedModel", ())) or config is None:
+        return {}
+    try:
+        made = json.loads(config.to_json_string(), object_hook=_without_quantization)
+    except (TypeError, ValueError) as error:
+        what = f"the config of the model cannot be written as JSON: {error}"
+        raise CheckpointError(what, name="config.json", fix="Write one to the folder before.") from error
+    # fully_shard gives a model a class of torch's
+    kinds = (kind for kind in type(model).__mro__ if not kind.__module__.startswith("torch."))
+    dtypes = [dtype_name(one.dtype) for one in model.parameters() if one.is_floating_point()]
+    return {**made, "architectures": [next(kinds).__name__], **({"dtype": dtypes[0]} if dtypes else {})}
+
+
+def _without_quantization(entries: dict[str, Any]) -> dict[str, Any]:
+    """Return ``entries`` of a config, or of one within it, as of a text model, without those about quantization."""
+    return {key: value for key, value in entries.items() if key != "quantization_config"}
+
+
+CONFIGS = {_MODELING: _config_of_transformers}
+"""Functions that give the config of an imported library's model to a save; see ``saver.CONFIGS``."""
 
 
 def names_of_library(model: nn.Module, checkpoint: Checkpoint) -> Rename:
