@@ -363,6 +363,13 @@ def test_what_is_no_scheme_is_one_line_and_exits_2(text, words, capsys):
     assert any(word in last for word in words.split("|"))
 
 
+def test_a_tensor_that_is_called_like_an_option_is_no_option(tmp_path, capsys):
+    source, target = tmp_path / "x.safetensors", tmp_path / "y"
+    tt.save({"format": torch.full((64, 64), float("nan"))}, source)
+    assert main(["quantize", str(source), str(target), "--scheme", "int8", "--include", "format"]) == 1
+    assert capsys.readouterr().err.startswith("torchtether: format: ")
+
+
 def test_every_named_scheme_can_be_spelled_with_each_of_its_defaults():
     for name, make in NAMED.items():
         for option, parameter in inspect.signature(make).parameters.items():

@@ -57,8 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         verb(parsed)
     except TetherError as error:
-        said = str(error)
-        if error.name in ("format", "max_shard_size", "target_size"):  # as on the command line, not as in Python
+        said, options = str(error), ("format", "max_shard_size", "target_size")
+        if error.name in options and getattr(parsed, error.name, None) not in (None, "native"):  # else a tensor
             said = f"--{error.name.replace('_', '-')}{said.removeprefix(error.name)}"
         print("\n".join(clean(line) for line in f"torchtether: {said}".split("\n")), file=sys.stderr)
         return 1
