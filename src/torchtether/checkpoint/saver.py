@@ -64,10 +64,11 @@ def save(
     ``progress``        ``True`` for a bar, or a function of (bytes done, bytes in all)
 
     Equal tensors give equal bytes. Each file is written beside its target and renamed when all are written. If the
-    process dies, the old or the new checkpoint is there; if it dies between the renames of several files, the folder is
-    marked as torn, and reading it is an error until the next save. Two saves to one folder take turns at the renames; a
-    save that waits for more than a minute raises. A file without write permission is not replaced. A save to a folder
-    removes the shards of an older one, and files that say only how that was quantized, such as ``quant_config.json``.
+    process dies, the old or the new checkpoint is there: after a death between the renames of several files, a mark
+    (``model.safetensors.torn``) says what is left to do, and the next ``tt.open`` or save of the folder does it. Two
+    saves to one folder take turns at the renames; a save that waits for more than a minute raises. A file without
+    write permission is not replaced. A save to a folder removes the shards of an older one, and files that say only
+    how that was quantized, such as ``quant_config.json``.
 
     If you pass a mapping, pass ``model.state_dict(keep_vars=True)`` rather than ``state_dict()``.
     A scheme that changes no value (``Plain``) is not recorded: its tensor is stored unchanged.

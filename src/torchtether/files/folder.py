@@ -14,7 +14,7 @@ from .leftovers import remove_leftovers
 from .locks import held
 from .names import name_beside, short
 from .opening import found_at
-from .replacing import sync_folder
+from .system import sync_folder
 
 
 @contextlib.contextmanager

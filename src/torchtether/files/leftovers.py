@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from .locks import HAS_LOCKS, try_to_own
+from .marks import awaited
 from .names import parse_hidden
 
 
@@ -16,14 +17,16 @@ def remove_leftovers(folder: Path, is_target: Callable[[str], object]) -> None:
     """Remove temporary files that killed processes left in ``folder``, if ``is_target(target)``, a name by ``short``.
 
     A temporary file is a leftover if its process does not run on this machine and no process holds its lock: on a
-    shared file system the process may run on another machine. Files that cannot be locked or removed stay.
+    shared file system the process may run on another machine. Files that cannot be locked or removed stay, and so do
+    those that a mark lists.
     """
     if not HAS_LOCKS:
         return
     with contextlib.suppress(OSError):
+        kept = awaited(folder)
         for path in folder.iterdir():
             found = parse_hidden(path.name)
-            if found and is_target(found[0]) and not _runs(found[1]):
+            if found and path.name not in kept and is_target(found[0]) and not _runs(found[1]):
                 _remove(path)
 
 

@@ -48,6 +48,22 @@ def try_to_own(descriptor: int) -> None:
     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
+def has_locks(folder: Path) -> bool:
+    """Return whether the file system of ``folder`` has locks for folders; raises OSError if it cannot be opened."""
+    if fcntl is None:
+        return False
+    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        try_to_own(descriptor)
+    except BlockingIOError:
+        pass
+    except OSError:  # NFS has none
+        return False
+    finally:
+        os.close(descriptor)
+    return True
+
+
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Exclude other threads and processes that lock ``folder``, as far as its file system supports locks.
@@ -81,6 +97,6 @@ def _takes(descriptor: int) -> bool:
         try_to_own(descriptor)
     except BlockingIOError:
         return False
-    except OSError:  # NFS has no locks for folders
+    except OSError:  # see ``has_locks``
         pass
     return True

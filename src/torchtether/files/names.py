@@ -1,6 +1,6 @@
 """Names of the files that a save makes: targets, hidden temporary files, and the mark.
 
-A mark means that a save has not ended; readers refuse the files then.
+A mark means that a save has not ended; see ``marks``.
 """
 
 from __future__ import annotations
@@ -72,11 +72,3 @@ def check_every_shard(folder: Path, names: Iterable[str]) -> None:
             absent = next(number for number in range(1, int(count) + 1) if number not in some)
             what = f"the shard {before}{absent:0{len(count)}}-of-{count}{SUFFIX} does not exist"
             raise CheckpointError(what, name=str(folder), fix="Fetch every shard.")
-
-
-def check_whole(folder: Path, stem: str | None = None) -> None:
-    """Raise CheckpointError if a save to ``folder`` under ``stem``, or any, has not ended."""
-    marks = [mark_of(folder, stem)] if stem else sorted(folder.glob(f"*{MARK_SUFFIX}"))
-    for mark in marks:
-        if os.path.lexists(mark):
-            raise CheckpointError("a save to this checkpoint has not ended", name=str(mark), fix="Save again.")

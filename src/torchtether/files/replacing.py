@@ -7,17 +7,18 @@ makes them one change:
 1. All new files of tensors are beside their targets, on the disk. Until here only hidden names are new.
 2. The folder is locked (``locked``), so that two saves take turns. Now ``config.json``, based on its current contents,
    and the index are written beside their targets.
-3. The mark ``STEM.safetensors.torn`` is put beside the targets, unless one rename suffices: there is only one file, or
-   no new shard replaces an old one, so that the rename of the index is the change.
+3. The mark ``STEM.safetensors.torn`` (``marks``) is put beside the targets, unless one rename suffices: there is only
+   one file, or no new shard replaces an old one, so that the rename of the index is the change.
 4. An old index is removed if new shards replace some of its own: other readers, which do not know the mark, find none.
 5. The renames: first ``config.json``, then the shards, last the index or the single file.
 6. Files of an older save under the same stem are removed: its index first, then the others. With them go JSON files
    that describe nothing but its quantization (``SETTINGS``): readers would apply them to the new files.
 7. The mark is removed, then the lock is released.
 
-Readers refuse marked files (``check_whole``). So a crash before 3 leaves the old checkpoint, a crash after 7 the new
-one, and a crash between a folder that is marked as torn; ``config.json`` is the old or the new one at every moment, and
-no other file is touched. The next save under the stem finds the mark, does all steps, and removes the leftovers.
+So a crash before 3 leaves the old checkpoint, and a crash after 7 the new one. After a crash between, the mark says
+what is left to do, and the next reader or save does it. A reader that cannot refuses the files (``marks.check_ended``);
+the next save under the stem replaces them. ``config.json`` is the old or the new one at every moment, and no other file
+is touched.
 
 Where the file system has no locks, two saves may mix their renames. The index therefore has a digest of the header of
 every shard, which has the checksums of its tensors; readers compare them, and refuse the shard of another save.
@@ -38,11 +39,11 @@ from .._interruptions import Deferred
 from ..errors import CheckpointError
 from .leftovers import remove_leftovers
 from .locks import hold, locked
+from .marks import Step, awaited, describe, end_saves
 from .names import INDEX_SUFFIX, SUFFIX, mark_of, name_beside, short, stem_of
 from .opening import BESIDE, SETTINGS, check_regular
+from .system import sync_folder
 from .writer import write_bytes
-
-_MARK = b"A save that exchanges the files here has not ended. Save again.\n"
 
 
 @contextlib.contextmanager
@@ -57,7 +58,7 @@ def replacing(*paths: Path) -> Iterator[list[FileIO]]:
     with beside(*paths) as written:
         yield written.files
         written.sync()
-        for folder in {_rename(*pair).parent for pair in written.pairs}:
+        for folder in {Step(path, hidden).do().parent for hidden, path in written.pairs}:
             sync_folder(folder)
 
 
@@ -74,10 +75,12 @@ class Beside:
             os.fsync(file.fileno())
 
     def remove(self) -> None:
-        """Close all files, and remove those that have not been renamed."""
+        """Close all files, and remove those that have not been renamed, unless a mark says that they will be."""
         for file in self.files:
             file.close()
-        for temporary, _ in self.pairs:
+        left = [hidden for hidden, _ in self.pairs if os.path.lexists(hidden)]
+        kept = {folder / name for folder in {hidden.parent for hidden in left} for name in awaited(folder)}
+        for temporary in {*left} - kept:
             with contextlib.suppress(OSError):  # a read-only file system refuses even if there is nothing to remove
                 temporary.unlink(missing_ok=True)
 
@@ -153,12 +156,15 @@ def put_in_place(*changes: FolderChange) -> None:
     """Apply ``changes``, each to another folder, as one change; the docstring of this module lists the steps.
 
     Raises CheckpointError if the disk refuses, or another save does not end. If that happens before the first rename,
-    nothing has changed; after it, the folders are marked as torn. Signals wait while the files are renamed.
+    nothing has changed; after it, the folders stay marked, and the next reader or save does the rest. Signals wait
+    while the files are renamed.
     """
+    for change in changes:
+        end_saves(change.folder, change.stem)
     with contextlib.ExitStack() as stack:
         for change in sorted(changes, key=lambda change: str(change.folder)):  # one order, against deadlocks
             stack.enter_context(locked(change.folder))
-        steps: list[Callable[[], Path]] = []
+        steps: list[Step] = []
         is_torn = len(changes) > 1
         for change in changes:
             texts = change.texts()
@@ -170,6 +176,7 @@ def put_in_place(*changes: FolderChange) -> None:
             steps += some
             is_torn |= needs_mark
         marks = [mark_of(change.folder, change.stem) for change in changes] if is_torn else []
+        marks.sort(key=lambda mark: -len(mark.parts))  # that of the outer folder is last
         try:
             with Deferred():  # an interrupt between two renames would leave neither the old files nor the new ones
                 _perform(steps, marks)
@@ -185,21 +192,21 @@ def _is_of(stem: str | None, name: str) -> bool:
     return stem_of(name) == stem or name in BESIDE
 
 
-def _perform(steps: Sequence[Callable[[], Path]], marks: Sequence[Path]) -> None:
-    """Put up ``marks``, do ``steps``, each of which returns the path that it changed, and remove the marks."""
+def _perform(steps: Sequence[Step], marks: Sequence[Path]) -> None:
+    """Put up ``marks``, do ``steps``, and remove the marks."""
     were_torn = any(map(os.path.lexists, marks))
     try:
-        for mark in marks:
+        for mark, text in zip(marks, describe(marks, steps), strict=True):
             with beside(mark) as made:
-                made.files[0].write(_MARK)
+                write_bytes(made.files[0], memoryview(text))
                 made.sync()
-                sync_folder(_rename(*made.pairs[0]).parent)
-        changed = {steps[0]().parent}
+                sync_folder(Step(mark, made.pairs[0][0]).do().parent)
+        changed = {steps[0].do().parent}
     except (OSError, CheckpointError):
-        for mark in marks if not were_torn else ():  # nothing has changed yet
+        for mark in reversed(marks) if not were_torn else ():  # nothing has changed yet
             mark.unlink(missing_ok=True)
         raise
-    changed |= {step().parent for step in steps[1:]}
+    changed |= {step.do().parent for step in steps[1:]}
     for folder in changed:
         sync_folder(folder)
     for mark in marks:
@@ -207,7 +214,7 @@ def _perform(steps: Sequence[Callable[[], Path]], marks: Sequence[Path]) -> None
         sync_folder(mark.parent)
 
 
-def _steps(change: FolderChange, texts: Sequence[tuple[Path, Path]]) -> tuple[list[Callable[[], Path]], bool]:
+def _steps(change: FolderChange, texts: Sequence[tuple[Path, Path]]) -> tuple[list[Step], bool]:
     """Return steps 4 to 6 of ``change``, and whether they need a mark."""
     index, mark = change.folder / f"{change.stem}{INDEX_SUFFIX}", mark_of(change.folder, change.stem)
     new = {target.name for _, target in (*change.written, *texts)}
@@ -220,32 +227,11 @@ def _steps(change: FolderChange, texts: Sequence[tuple[Path, Path]]) -> tuple[li
     others = [pair for pair in texts if pair[1] != index]
     *first, (last, head) = [*others, *change.written, *(pair for pair in texts if pair[1] == index)]
     is_over = head == index and index.name in here and any(target.name in here for _, target in change.written)
-    steps: list[Callable[[], Path]] = [
-        *([partial(_remove, Path(os.path.realpath(index)))] if is_over else []),
-        *(partial(_rename, *pair) for pair in (*first, (last, head))),
-        *(partial(_remove, change.folder / name) for name in sorted(old, key=lambda name: (name != index.name, name))),
+    steps = [
+        *([Step(Path(os.path.realpath(index)))] if is_over else []),
+        *(Step(path, hidden) for hidden, path in (*first, (last, head))),
+        *(Step(change.folder / name) for name in sorted(old, key=lambda name: (name != index.name, name))),
     ]
     rivals = {index.name, f"{change.stem}{SUFFIX}", *settings} & {*old}
     is_decided = head.name in here and not rivals and not others and not any(path.name in here for _, path in first)
     return steps, mark.name in here or (len(steps) > 1 and not is_decided)
-
-
-def _rename(temporary: Path, path: Path) -> Path:
-    target = Path(os.path.realpath(path))
-    os.replace(temporary, target)
-    return target
-
-
-def _remove(path: Path) -> Path:
-    path.unlink(missing_ok=True)
-    return path
-
-
-def sync_folder(folder: Path) -> None:
-    """Sync the directory ``folder`` to the disk, if the file system supports that."""
-    with contextlib.suppress(OSError):  # some file systems cannot sync a folder
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)

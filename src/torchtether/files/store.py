@@ -19,8 +19,9 @@ from .gguf import MAGIC, GgufFile
 from .header import Header, Stored
 from .hub import local_path
 from .index import GGUF_SUFFIX, PICKLED, Index, read_index, with_shards
+from .marks import check_ended
 from .memory import allocate_each
-from .names import INDEX_SUFFIX, SUFFIX, check_every_shard, check_whole, stem_of
+from .names import INDEX_SUFFIX, SUFFIX, check_every_shard, stem_of
 from .opening import Closing, found_at, read_beside
 from .pickled import PickledFile
 from .reader import TensorFile, begins_with
@@ -271,11 +272,11 @@ def _find_files(path: Path) -> tuple[tuple[Path, ...], Index | None]:
 
 
 def _check_ended(path: Path) -> None:
-    """Raise CheckpointError if a save to ``path``, a file or a folder, has not ended."""
+    """End a save to ``path``, a file or a folder, whose process has died; raise CheckpointError if it cannot end."""
     if path.is_dir():
-        check_whole(path)
+        check_ended(path)
     elif stem := stem_of(path.name):
-        check_whole(path.parent, stem)
+        check_ended(path.parent, stem)
 
 
 def _visible(folder: Path, suffix: str) -> list[Path]:

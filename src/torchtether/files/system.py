@@ -1,10 +1,11 @@
-"""System calls that Python's library lacks, by ctypes, and one that Windows lacks.
+"""System calls that Python's library lacks, by ctypes, and calls that some systems lack.
 
 On systems without them the functions do nothing, or read in another way.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
@@ -12,6 +13,7 @@ import sys
 import threading
 from array import array
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 HUGE_PAGE = 2 * 2**20
@@ -32,6 +34,16 @@ def begin_writing_back(descriptor: int, at: int, nbytes: int) -> None:
     """
     if _sync_file_range is not None:
         _sync_file_range(descriptor, at, nbytes, 2)  # SYNC_FILE_RANGE_WRITE; only advice, too
+
+
+def sync_folder(folder: Path) -> None:
+    """Sync the directory ``folder`` to the disk, if the file system supports that."""
+    with contextlib.suppress(OSError):  # some file systems cannot sync a folder
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def read_at_once(descriptor: int, spans: Sequence[int], at: int, nbytes: int) -> bool:
