@@ -72,11 +72,11 @@ class Meter:
         self._samples: list[Sample] = []
         self._stride = 1
         self._looks = 0
+        self._done = threading.Event()
         self._status = _open_status()
+        self._end = weakref.finalize(self, _end, self._done, self._status)  # first: an interrupt here calls no __exit__
         self._before = resident_memory(self._status)
         self._highest = self._before
-        self._done = threading.Event()
-        self._end = weakref.finalize(self, _end, self._done, self._status)
         self._thread = threading.Thread(target=_watch, args=(weakref.ref(self), self._done), daemon=True)
         self._start = time.perf_counter()
         if self._before is not None:

@@ -48,55 +48,41 @@ def try_to_own(descriptor: int) -> None:
     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-def has_locks(folder: Path) -> bool:
-    """Return whether the file system of ``folder`` has locks for folders; raises OSError if it cannot be opened."""
-    if fcntl is None:
-        return False
-    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        try_to_own(descriptor)
-    except BlockingIOError:
-        pass
-    except OSError:  # NFS has none
-        return False
-    finally:
-        os.close(descriptor)
-    return True
-
-
 @contextlib.contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Exclude other threads and processes that lock ``folder``, as far as its file system supports locks.
+def locked(folder: Path) -> Iterator[bool]:
+    """Exclude other threads and processes that lock ``folder``; yield whether its file system has locks for folders.
 
     The lock is on the folder itself. A hidden folder that this process fills needs none: it is locked by ``held``.
     Raises CheckpointError if the lock is not free within ``PATIENCE`` seconds.
     """
     hidden = parse_hidden(folder.name)
     if fcntl is None or (hidden is not None and hidden[1] == os.getpid()):
-        yield
+        yield fcntl is not None
         return
     descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     try:
         end = time.monotonic() + PATIENCE
-        while not _takes(descriptor):
+        while (taken := _takes(descriptor)) is None:
             if time.monotonic() > end:
                 raise CheckpointError(
                     f"another save has not ended within {PATIENCE:.0f} s", name=str(folder), fix="Save again."
                 )
             time.sleep(0.005)
-        yield
+        yield taken
     finally:
-        with contextlib.suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_UN)  # closing is not enough: a forked child has the descriptor, too
-        os.close(descriptor)
+        try:
+            with contextlib.suppress(OSError):
+                fcntl.flock(descriptor, fcntl.LOCK_UN)  # closing is not enough: a forked child has the descriptor, too
+        finally:  # an interrupt may come before the unlocking: the next save would wait for this process
+            os.close(descriptor)
 
 
-def _takes(descriptor: int) -> bool:
-    """Try to lock; return ``False`` if another has the lock, ``True`` also if the file system has no locks."""
+def _takes(descriptor: int) -> bool | None:
+    """Try to lock; return ``None`` if another has the lock, ``False`` if the file system has no locks."""
     try:
         try_to_own(descriptor)
     except BlockingIOError:
+        return None
+    except OSError:  # NFS has no locks for folders
         return False
-    except OSError:  # see ``has_locks``
-        pass
     return True

@@ -23,7 +23,7 @@ from typing import Any
 
 from .._interruptions import Deferred
 from ..errors import CheckpointError
-from .locks import has_locks, locked
+from .locks import locked
 from .names import MARK_SUFFIX, mark_of, parse_hidden, short, stem_of
 from .opening import BESIDE, read_file
 from .system import sync_folder
@@ -202,11 +202,9 @@ def _end(mark: Path) -> str:
     leader = _leader(mark, _read(mark))
     folders = [leader.parent, *([mark.parent] if mark.parent != leader.parent else [])]
     try:
-        if not all(map(has_locks, folders)):
-            return "whether its process still runs cannot be seen"
         with ExitStack() as stack:
-            for folder in folders:  # the outer one first, as a save does
-                stack.enter_context(locked(folder))
+            if not all([stack.enter_context(locked(folder)) for folder in folders]):  # the outer first, as in a save
+                return "without locks nobody can tell whether its process runs"
             if not os.path.lexists(mark):
                 return ""
             if not os.path.lexists(leader):  # it has not begun, or is done

@@ -40,7 +40,7 @@ def open_file(path: Path | str) -> int:
     descriptor = os.open(path, _FLAGS)
     try:
         check_regular(path, os.fstat(descriptor))
-    except CheckpointError:
+    except BaseException:
         os.close(descriptor)
         raise
     return descriptor

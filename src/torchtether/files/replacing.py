@@ -77,7 +77,8 @@ class Beside:
     def remove(self) -> None:
         """Close all files, and remove those that have not been renamed, unless a mark says that they will be."""
         for file in self.files:
-            file.close()
+            with contextlib.suppress(OSError):  # after ``sync`` nothing is lost; without it, nothing is kept
+                file.close()
         left = [hidden for hidden, _ in self.pairs if os.path.lexists(hidden)]
         kept = {folder / name for folder in {hidden.parent for hidden in left} for name in awaited(folder)}
         for temporary in {*left} - kept:
@@ -104,7 +105,7 @@ def beside(*paths: Path) -> Iterator[Beside]:
                     check_regular(path, path.stat())
                 temporary = name_beside(target)
                 made.pairs.append((temporary, path))  # before the file exists: an interrupt may come in between
-                made.files.append(_create(temporary, target))
+                _create(temporary, target, made.files)
             yield made
         except OSError as error:
             where = error.filename if isinstance(error.filename, str) else str(paths[0])
@@ -115,7 +116,8 @@ def beside(*paths: Path) -> Iterator[Beside]:
         made.remove()
 
 
-def _create(temporary: Path, target: Path) -> FileIO:
+def _create(temporary: Path, target: Path, files: list[FileIO]) -> None:
+    """Create ``temporary`` for ``target``, and append it, open, to ``files``."""
     if target.exists() and not os.access(target, os.W_OK):  # a rename would ignore its mode
         try:
             os.close(os.open(target, os.O_WRONLY | getattr(os, "O_CLOEXEC", 0)))  # tells the reason
@@ -123,14 +125,13 @@ def _create(temporary: Path, target: Path) -> FileIO:
             what = f"cannot be written: {error.strerror or error}"
             raise CheckpointError(what, name=str(target), fix="Give another name.") from error
     try:
-        descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o666)
-        hold(descriptor)
-        file = FileIO(descriptor, "wb", closefd=True)
+        opener = partial(os.open, mode=0o666)  # within the call, so that no interrupt loses the descriptor
+        files.append(FileIO(temporary, "xb+", opener=opener))
+        hold(files[-1].fileno())
         with contextlib.suppress(FileNotFoundError):
             os.chmod(temporary, stat.S_IMODE(target.stat().st_mode))
     except OSError as error:  # the error would name the temporary file, which the caller does not know
         raise CheckpointError(f"cannot be written: {error.strerror or error}", name=str(target)) from error
-    return file
 
 
 # -- several files as one change --------------------------------------------------------------------------------------

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -53,15 +54,14 @@ class Store(Closing):
     def __init__(self, path: Path | str, revision: str | None = None) -> None:
         self.path: Path = local_path(path, revision)
         self.name: str = str(self.path)
-        try:
+        with _readable(self.name):
             paths, self.index = _find_files(self.path)
-        except OSError as error:  # of a folder whose files the system hides
-            raise CheckpointError(f"cannot be read: {error.strerror or error}", name=self.name) from error
         self.files: list[TensorFile] = []
         self._of_thread = threading.local()
         try:
-            for file in paths:
-                self.files.append(_kind(file)(file))
+            with _readable(self.name):
+                for file in paths:
+                    self.files.append(_kind(file)(file))
             self._home = _homes(self.files, self.index)
             self.header: Header = Header(
                 {key: self._home[key].header.tensors[key] for key in sorted(self._home)},
@@ -137,15 +137,17 @@ class Store(Closing):
         then describe the new ones.
         """
         found = read_beside(self.folder)
-        _check_ended(self.path)
+        with _readable(self.name):
+            _check_ended(self.path)
         for file in self.files:
             file.check_in_place()
         return found
 
     def check_sizes(self) -> None:
         """Raise CheckpointError if a file has become shorter since it was opened."""
-        for file in self.files:
-            file.check_size()
+        with _readable(self.name):
+            for file in self.files:
+                file.check_size()
 
     def release(self) -> None:
         """Finish the work of the pinned buffers of this thread and free them."""
@@ -157,6 +159,15 @@ class Store(Closing):
         for file in self.files:
             file.close()
         self.release()
+
+
+@contextlib.contextmanager
+def _readable(name: str) -> Iterator[None]:
+    """Raise CheckpointError, naming ``name``, for an OSError in the block: a folder or a disk that cannot be read."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"cannot be read: {error.strerror or error}", name=name) from error
 
 
 def _kind(path: Path) -> type[TensorFile]:
