@@ -28,6 +28,7 @@ from ..weights.module_load import encoded_as
 from ..weights.weight import Weight
 from .attributes import unregistered
 from .building import RECIPE, RECIPES
+from .converting import converted
 from .programs import Copy, Recipe
 from .replaying import Replay
 
@@ -49,6 +50,8 @@ def materialize(
     module of its owner; ties and views hold.  Tensors with memory are not touched.  Of a recorded tensor that is
     sharded each rank computes all and keeps its part; replicas get that of their first rank, so all ranks must make
     this call.  State that ``optimizer`` (one or several) has on ``meta`` has no values; the next step makes it again.
+    After any error but that of a tensor that was not set, out of memory and Ctrl-C included, all are on ``meta`` again,
+    unless something that the error holds, a view in a frame, forbids it: a note of the error says so.
 
     Raises:
         OptimizerError: the optimizer belongs to another model; nothing has changed.
@@ -80,23 +83,38 @@ def materialize(
     recorded = [component for component in work if recipes[id(component)]]
     others = [component for component in work if not recipes[id(component)]]
     _check_init(others, modules, init)
-    with Exchange(model, optimizer=optimizer, verb="materialize") as exchange:
-        _check_held(exchange, work)
-        exchange.check(loose[name] for name in plain)
-        wanted = [recipe for made in recipes.values() for recipe in made.values()]
-        replay = Replay([*wanted, *plain.values()], place)
-        for name, recipe in plain.items():  # first: they may be views, and hold buffers
-            exchange.put(loose[name], replay.tensor(recipe))
-            del loose[name].__dict__[RECIPE]
-        for component in recorded:
-            exchange.safe_point()
-            _put(exchange, _replayed(component, recipes[id(component)], replay, place))
-        for component in others:
-            exchange.safe_point()
-            _put(exchange, _reserved(component, place))
+    initialised = work if init is not None else others
+    try:
+        with Exchange(model, optimizer=optimizer, verb="materialize") as exchange:
+            _check_held(exchange, work)
+            exchange.check(loose[name] for name in plain)
+            wanted = [recipe for made in recipes.values() for recipe in made.values()]
+            replay = Replay([*wanted, *plain.values()], place)
+            for name, recipe in plain.items():  # first: they may be views, and hold buffers
+                exchange.put(loose[name], replay.tensor(recipe))
+                del loose[name].__dict__[RECIPE]
+            for component in recorded:
+                exchange.safe_point()
+                _put(exchange, _replayed(component, recipes[id(component)], replay, place))
+            for component in others:
+                exchange.safe_point()
+                _put(exchange, _reserved(component, place))
+        _initialise(initialised, modules, init)
+    except BaseException as error:
+        try:
+            _return_to_meta(model, work, optimizer)  # else the next call would take their memory for values
+        except ConversionError as refused:
+            error.add_note(f"Tensors have memory and no values, build the model again: {refused}")
+        raise
     _warn_of_unregistered(name for name in loose if name not in plain)
     forget_recipes(model, hidden.values())
-    _initialise(work if init is not None else others, modules, init)
+    unset = [c.names[0] for c in initialised if any(_is_unset(m.tensor) for m in c.members)]
+    if unset:
+        who = "reset_parameters" if init is None else "init"
+        raise ConversionError(
+            f"{describe_some(unset, 8)}: on {place} now, but {who} did not set it",
+            fix="Build the model inside tt.on_meta(), or set it in init=.",
+        )
     filled = {path for component in work for path in _paths(component)}
     tell_filled(model, [name for name in named_tensors(model) if name.rpartition(".")[0] not in filled])
     return given
@@ -325,13 +343,20 @@ def _initialise(components: list[Component], modules: dict[str, nn.Module], init
                 tensor.copy_(value)
         done.update(id(c) for c in own)
     torch.clear_autocast_cache()  # may hold casts of the values before initialisation
-    unset = [c.names[0] for c in components if any(_is_unset(m.tensor) for m in c.members)]
-    if unset:
-        who = "reset_parameters" if init is None else "init"
-        raise ConversionError(
-            f"{describe_some(unset, 8)}: on {components[0].members[0].tensor.device} now, but {who} did not set it",
-            fix="Build the model inside tt.on_meta(), or set it in init=.",
-        )
+
+
+def _return_to_meta(model: nn.Module, components: Iterable[Component], optimizer: Optimizers) -> None:
+    """Take the memory of ``components`` away again. Raise ConversionError if something holds their tensors."""
+    names = {name for component in components for name in component.names}
+    found = [component for component in find_components(model) if not names.isdisjoint(component.names)]
+    real = [component for component in found if not component.members[0].tensor.is_meta]
+    if not real:
+        return
+    with Exchange(model, optimizer=optimizer, verb="materialize") as exchange:
+        exchange.check(member.tensor for component in real for member in component.members)
+        for component in real:
+            span = converted(span_tensor(component), None, torch.device("meta"))
+            exchange.put_together((member.tensor, member_view(span, member)) for member in component.members)
 
 
 def _in_order(modules: Iterable[str], holders: dict[str, Any], owners: dict[int, str]) -> list[str]:

@@ -32,6 +32,12 @@ from .replacement import can_refill, is_simple, replace
 
 Atomic = Literal["checked", "full"]
 
+_FIXES = {
+    "load": "The finished tensors stay changed. Load again.",
+    "materialize": "The tensors go back to meta: call it again.",
+}
+"""What to do after an error in the middle, by the verbs that do not take ``atomic``."""
+
 LOCK = renewed_after_fork(threading.RLock())
 """The lock of all converters. Threads that read do not take it: they can see a Weight that is half exchanged."""
 
@@ -267,11 +273,12 @@ class Exchange:
         finally:
             self._renew(is_partial=True)
         if self._changes and isinstance(error, Exception):
+            fix = "The finished tensors stay changed. With atomic='full' an error changes nothing."
             last = self.name(list(self._changes.values())[-1][0])
             raise ConversionError(
                 f"{self._verb} stopped after {len(self._changes)} of {len(self._checked)} tensors, the last {last}: "
                 f"{type(error).__name__}: {error}",
-                fix="The finished tensors stay changed. With atomic='full' an error changes nothing.",
+                fix=_FIXES.get(self._verb, fix),
             ) from error
 
     def keep_loading(self, names: Iterable[str]) -> None:
