@@ -187,12 +187,35 @@ def _check_trainable():
     assert torch.equal(*results)
 
 
+def check_shards_of_shards(named, sizes):
+    """FSDP2 pads the rows that tensor parallelism has left to a rank, and DTensor pads them by another rule."""
+    mesh = mesh_of((2, dist.get_world_size() // 2))
+    dp, tp = (mesh[name] for name in mesh.mesh_dim_names)
+    for name, scheme in named:
+        for size in sizes:
+            model = nn.Linear(WIDTH, size, bias=False)
+            with torch.no_grad():
+                model.weight.copy_(torch.randn(size, WIDTH, generator=torch.Generator().manual_seed(3)))
+            tt.quantize(model, scheme)
+            values = model.weight.dequantize()
+            placed = distribute_tensor(model.weight.detach(), tp, [Shard(0)])
+            model.weight = nn.Parameter(placed, requires_grad=False)
+            fully_shard(model, mesh=dp)
+            full = model.weight.full_tensor()
+            assert isinstance(full, tt.Weight), (name, size)
+            assert torch.equal(full.dequantize(), values), (name, size)
+
+
 NAMED = [(row.id, row.scheme) for row in SCHEMES]
 FEW = [(row.id, row.scheme) for row in SCHEMES if row.id in ("plain", "int8", "int8-tensor", "nf4", "nvfp4")]
 
 
 def test_a_scheme_of_each_family_trains_on_rows_that_do_not_divide():
     spawn(check_schemes, 2, FEW, [101, 3], timeout=200)
+
+
+def test_shards_of_shards_are_joined():
+    spawn(check_shards_of_shards, 4, FEW, [8, 5, 101, 3])
 
 
 def test_one_rank_has_all_rows():

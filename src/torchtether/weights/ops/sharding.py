@@ -96,7 +96,7 @@ def post_all_gather(weight: Weight) -> Callable[..., Gathered | None]:
             made = weight.around(outputs[0])
         else:
             given = [_bytes(weight.parts[name]).to(device) for name in names] if is_alone else outputs
-            made = _joined(weight, dict(zip(names, given, strict=True)), param_dtype)
+            made = _joined(weight, whole_of(weight), dict(zip(names, given, strict=True)), param_dtype)
         return mark_padded(made), ()  # FSDP2 cuts off the padding
 
     return hook
@@ -115,16 +115,15 @@ def _bytes(part: Tensor) -> Tensor:
     return part.detach().contiguous().view(-1).view(torch.uint8)
 
 
-def _joined(weight: Weight, gathered: Mapping[str, Tensor], dtype: torch.dtype) -> Weight:
-    """Return the Weight whose parts are ``gathered``, the bytes of equally many rows from each rank in turn."""
-    whole = whole_of(weight)
-    nbytes = {name: whole.parts[name].nbytes for name in gathered}
+def _joined(weight: Weight, sent: Weight, gathered: Mapping[str, Tensor], dtype: torch.dtype) -> Weight:
+    """Return the Weight whose parts are ``gathered``: from each rank in turn the bytes of as many rows as ``sent`` has."""
+    nbytes = {name: sent.parts[name].nbytes for name in gathered}
     ranks = max((gathered[name].numel() // size for name, size in nbytes.items() if size), default=1)
-    base = (whole.spec.base[0] * ranks, *whole.spec.base[1:])
+    base = (sent.spec.base[0] * ranks, *sent.spec.base[1:])
     device = next((given.device for given in gathered.values()), weight.device)  # shards may be kept on the CPU
     if cut_block(weight.scheme.layout(base), base, ranks):  # such shards cannot be made: the first rank has all rows
         gathered = {name: given[: nbytes[name]] for name, given in gathered.items()}
-        base = whole.spec.base
+        base = sent.spec.base
     parts = {}
     for name, part in weight.scheme.layout(base).items():
         held = weight.parts[name]
@@ -175,7 +174,7 @@ def all_gather_into_tensor(op: Any, weight: Weight, group_size: int, group_name:
         gathered = {n: wait(op(_bytes(p), group_size, group_name)) for n, p in weight.parts.items()}
         shared = {n: gathered.pop(n) for n in weight.parts.keys() - set(_cut_parts(weight))}
         _check_shared(shared, group_size)
-        made = _joined(weight, gathered, weight.dtype)
+        made = _joined(weight, weight, gathered, weight.dtype)  # DTensor pads by itself, and sends no padding of FSDP2
     return mark_padded(made)
 
 
