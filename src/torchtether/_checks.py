@@ -147,6 +147,6 @@ def as_device(device: Any, name: str = "device") -> torch.device:
         raise ArgumentError(what, name=name, fix="Give a device that torch has here, such as 'cpu'.") from None
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """Return the first line of the text of ``error``, shortened; its type if it has no text."""
     return (str(error).splitlines() or [type(error).__name__])[0][:200].rstrip(".")

@@ -296,7 +296,7 @@ def test_a_rank_that_fails_makes_all_ranks_fail_with_its_message(paths, damage):
     assert "rank one's disk" in one
 
 
-def stops(path, broken):
+def stops(path, broken, error):
     """Load other values into real, sharded tensors, which rank ``broken`` stops; return the error and what changed."""
     model = build()
     tt.distributed.load(model, path)
@@ -306,17 +306,22 @@ def stops(path, broken):
 
     def refuse(*_):
         if dist.get_rank() == broken:
-            raise ValueError("rank one had enough")
+            raise error
 
-    with pytest.raises((ValueError, tt.LoadError)) as caught:
+    with pytest.raises((type(error), tt.LoadError)) as caught:
         tt.distributed.load(model, path, progress=refuse)
     return str(caught.value), any(bool((p.to_local() != 0.25).any()) for p in model.parameters())
 
 
 def test_a_rank_that_stops_while_tensors_are_filled_is_not_said_to_have_changed_nothing(paths):
-    one, _ = spawn(stops, 2, paths["float"], 1)
+    one, _ = spawn(stops, 2, paths["float"], 1, ValueError("rank one had enough\nof these lines"))
     assert one[0].startswith("rank 1 failed: ValueError: rank one had enough. Load again on all ranks")
     assert one[1]
+
+
+def test_an_interrupt_without_a_text_is_told_by_its_name(paths):
+    one, _ = spawn(stops, 2, paths["float"], 1, KeyboardInterrupt())
+    assert one[0].startswith("rank 1 failed: KeyboardInterrupt. Load again on all ranks")
 
 
 def differs(paths, folder):

@@ -544,6 +544,36 @@ def test_ranks_that_hold_different_tensors_are_told(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def argues(folder):
+    """Give rank 1 one other argument after the other; return what each rank is told."""
+    model, is_second = nn.Linear(4, 4), dist.get_rank() == 1
+    optimizer, others = torch.optim.AdamW(model.parameters()), {"format": "dcp", "masters": "drop", "max_shard_size": 9}
+    tries = [(folder, {key: value} if is_second else {}) for key, value in others.items()]
+    for kind in ("safetensors", "dcp"):
+        tries.append((folder, {"format": kind} | ({"optimizer": optimizer} if is_second else {})))
+        tries.append((folder / str(is_second), {"format": kind}))
+    told = []
+    for path, options in tries:
+        try:
+            tt.distributed.save(model, path, **options)
+            told.append("")
+        except tt.CheckpointError as error:
+            told.append(str(error))
+    return told
+
+
+def test_arguments_that_ranks_do_not_share_are_told(tmp_path):
+    one, two = spawn(argues, 2, tmp_path)
+    assert one == two
+    fix = "Give all ranks the same arguments."
+    assert one[0] == f"format: is 'safetensors' on rank 0 and 'dcp' on rank 1. {fix}"
+    assert one[1] == f"masters: is 'keep' on rank 0 and 'drop' on rank 1. {fix}"
+    assert one[2] == f"max_shard_size: is None on rank 0 and 9 on rank 1. {fix}"
+    assert one[3] == one[5] == f"optimizer: is not given on rank 0 and given on rank 1. {fix}"
+    assert one[4] == one[6] == f"path: is {tmp_path / 'False'} on rank 0 and {tmp_path / 'True'} on rank 1. {fix}"
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("format", ["safetensors", "dcp"])
 def test_a_class_of_others_is_refused_and_never_pickled(tmp_path, format):
     model, moments = nn.Linear(16, 8), {"a": torch.ones(3)}

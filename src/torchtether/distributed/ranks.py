@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch.distributed as dist
 
-from .._checks import describe
+from .._checks import describe, first_line
 from ..errors import ArgumentError, LoadError, TetherError
 
 
@@ -39,8 +39,16 @@ class Ranks:
         try:
             dist.all_gather_object(found, value, group=self.group)
         except RuntimeError as error:
-            raise kind(f"another rank has stopped or cannot be reached: {error}") from error
+            raise kind(f"another rank has stopped or cannot be reached: {first_line(error)}") from error
         return found
+
+    def check_same(self, arguments: Mapping[str, str], kind: type[TetherError]) -> None:
+        """Raise ``kind`` on every rank, naming the argument, if ranks give different texts for one."""
+        for rank, others in enumerate(everyone := self.gather(dict(arguments), kind)):
+            for name, text in others.items():
+                if text != everyone[0][name]:
+                    what = f"is {everyone[0][name]} on rank 0 and {text} on rank {rank}"
+                    raise kind(what, name=name, fix="Give all ranks the same arguments.")
 
     @contextlib.contextmanager
     def all_or_none(self, kind: type[TetherError], fix: str = "Nothing was done on the other ranks.") -> Iterator[None]:
@@ -60,6 +68,8 @@ class Ranks:
 
 
 def _describe_error(error: BaseException) -> str:
-    """Return the text of ``error``, with its type if it is not one of ours."""
-    text = str(error) if isinstance(error, TetherError) else f"{type(error).__name__}: {error}"
-    return text or type(error).__name__
+    """Return the text of ``error``; if it is not one of ours, its type and first line."""
+    if isinstance(error, TetherError):
+        return str(error)
+    kind = type(error).__name__
+    return f"{kind}: {first_line(error)}" if str(error) else kind

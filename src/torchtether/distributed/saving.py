@@ -85,6 +85,10 @@ def save(
                 raise CheckpointError(what, name=str(path), fix="Give the path of a folder.")
             state = optimizer_tensors(as_saved(model), optimizer)
             works.insert(0, _Save(ranks, state, path / FOLDER, "native", "drop", "keep", max_shard_size))
+    options = {"format": format, "aliases": aliases, "masters": masters, "max_shard_size": max_shard_size}
+    arguments = {name: repr(value) for name, value in options.items()}
+    arguments |= {"path": str(path), "optimizer": "not given" if optimizer is None else "given"}
+    ranks.check_same(arguments, CheckpointError)
     if format == "dcp":
         save_dcp(ranks, model, path, optimizer, aliases, masters)
         return

@@ -116,7 +116,7 @@ def _bytes(part: Tensor) -> Tensor:
 
 
 def _joined(weight: Weight, sent: Weight, gathered: Mapping[str, Tensor], dtype: torch.dtype) -> Weight:
-    """Return the Weight whose parts are ``gathered``: from each rank in turn the bytes of as many rows as ``sent`` has."""
+    """Return the Weight whose parts are ``gathered``: the bytes of as many rows as ``sent`` has, from each rank."""
     nbytes = {name: sent.parts[name].nbytes for name in gathered}
     ranks = max((gathered[name].numel() // size for name, size in nbytes.items() if size), default=1)
     base = (sent.spec.base[0] * ranks, *sent.spec.base[1:])
