@@ -217,6 +217,20 @@ def test_assigning_is_refused_or_mended():
     spawn(check_assign, 2)
 
 
+def compile_whole():
+    """The compiler traces the hooks of a model that is compiled as a whole; the embedding's rows do not divide."""
+    model = _made()
+    tt.quantize(model, {"emb.weight": "int8"})
+    wanted = model(data(0)).detach()
+    tt.distributed.shard(model, tt.distributed.plan_units(model, UNITS))
+    with torch.no_grad():
+        assert torch.equal(torch.compile(model, backend="eager")(data(0)), wanted)
+
+
+def test_the_hooks_are_not_compiled():
+    spawn(compile_whole, 2)
+
+
 def test_memory_that_was_replaced_is_found():
     spawn(check_replaced, 2)
 

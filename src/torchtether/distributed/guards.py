@@ -30,6 +30,7 @@ from ..torch_private.fsdp2 import (
     reseat_slots,
     stale_shards,
 )
+from ..torch_private.observers import not_followed
 from ..weights.ops.padding import lacks_padding
 from ..weights.spec import Tie
 
@@ -54,6 +55,7 @@ def resync(model: nn.Module) -> None:
             reseat_slots(state)
 
 
+@not_followed  # FSDP2's own hooks are not compiled, either
 def check_shards(model: nn.Module) -> None:
     """Check that FSDP2 and the parameters agree in dtype; look up replaced shards again.
 
