@@ -87,7 +87,9 @@ def save(
             works.insert(0, _Save(ranks, state, path / FOLDER, "native", "drop", "keep", max_shard_size))
     options = {"format": format, "aliases": aliases, "masters": masters, "max_shard_size": max_shard_size}
     arguments = {name: repr(value) for name, value in options.items()}
-    arguments |= {"path": str(path), "optimizer": "not given" if optimizer is None else "given"}
+    arguments["optimizer"] = "not given" if optimizer is None else "given"
+    if format != "dcp":  # all ranks write to the folder of the first
+        arguments["path"] = str(path)
     ranks.check_same(arguments, CheckpointError)
     if format == "dcp":
         save_dcp(ranks, model, path, optimizer, aliases, masters)
