@@ -551,3 +551,21 @@ def dies_at_rename(count, act):
         act()
     finally:
         os._exit(1)
+
+
+@pytest.mark.parametrize("at", range(6))
+def test_a_folder_of_an_optimizer_that_is_elsewhere_is_never_half_exchanged(tmp_path, at):
+    """The mark of the outer folder cannot say what is left in a folder behind a symbolic link, so both are refused."""
+    for value in (1, 2):
+        model, optimizer = trained(value)
+        tt.distributed.save(model, tmp_path / str(value), optimizer=optimizer)
+    states = [tuple(values(tmp_path / f"{value}{where}") for where in ("", "/optimizer")) for value in (1, 2)]
+    there = tmp_path / "1"
+    (there / "optimizer").rename(tmp_path / "elsewhere")
+    (there / "optimizer").symlink_to(tmp_path / "elsewhere")
+    dies_at_rename(at, lambda: tt.distributed.save(model, there, optimizer=optimizer))
+    found = values(there), values(tmp_path / "elsewhere")
+    assert found in states or any("has not ended" in one for one in found if isinstance(one, str))
+    assert at == 0 or found != states[0]
+    tt.distributed.save(model, there, optimizer=optimizer)
+    assert tuple(values(there / where) for where in ("", "optimizer")) == states[1]

@@ -88,24 +88,25 @@ def awaited(folder: Path) -> set[str]:
 
 def describe(marks: Sequence[Path], steps: Sequence[Step]) -> list[bytes]:
     """Return the contents of each of ``marks``, the last of which is that of the outer folder."""
-    if not marks:
-        return []
-    outer, plan = marks[-1].parent, dict[str, Any](about=_ABOUT)
-    with suppress(ValueError):  # a file elsewhere, as by a symbolic link, or folders side by side
-        renamed = {step.path for step in steps if step.hidden}
-        plan["marks"] = [_name(outer, mark) for mark in marks[:-1]]
-        plan["renames"] = [
-            [_name(outer, step.hidden), _name(outer, step.path), _stamp(step.hidden), _stamp(step.path)]
-            for step in steps
-            if step.hidden
-        ]
-        plan["removes"] = [
-            [_name(outer, step.path), _stamp(step.path)]
-            for step in steps
-            if step.hidden is None and step.path not in renamed
-        ]
-    part = {"about": _ABOUT, "part of": marks[-1].name}
-    return [json.dumps(one).encode() for one in (*[part] * (len(marks) - 1), plan)]
+    about = {"about": _ABOUT}
+    try:
+        plan = about | _listed(marks, steps)
+        part = about | {"part of": marks[-1].name}
+    except (ValueError, IndexError):  # a file elsewhere, as by a symbolic link, folders side by side, or no marks
+        plan = part = about
+    return [json.dumps(plan if mark is marks[-1] else part).encode() for mark in marks]
+
+
+def _listed(marks: Sequence[Path], steps: Sequence[Step]) -> dict[str, Any]:
+    outer, renames = marks[-1].parent, [(step.hidden, step.path) for step in steps if step.hidden]
+    removed = {step.path for step in steps} - {path for _, path in renames}
+    return {
+        "marks": [_name(outer, mark) for mark in marks[:-1]],
+        "renames": [
+            [_name(outer, hidden), _name(outer, path), _stamp(hidden), _stamp(path)] for hidden, path in renames
+        ],
+        "removes": [[_name(outer, step.path), _stamp(step.path)] for step in steps if step.path in removed],
+    }
 
 
 def _name(outer: Path, path: Path) -> str:
