@@ -220,6 +220,40 @@ def test_columns_cannot_be_quantized(paths):
             assert "\n" not in text
 
 
+def norms(paths):
+    """Load Weights of one dimension, encoded now and stored; return what is said."""
+    said = []
+    for path, rules in ((paths["float"], {"body.0.*": "int8"}), (paths["rows"], None)):
+        model = build()
+        with pytest.raises(tt.LoadError) as caught:
+            tt.distributed.load(model, path, quantize=rules)
+        said.append(str(caught.value))
+        assert all(tensor.is_meta for tensor in model.parameters())
+    rules = {"body.0.*bias": None, "body.0.1.weight": None, "body.0.*": "int8"}
+    report = tt.distributed.load(model, paths["float"], quantize=rules)
+    assert list(report.quantized) == ["body.0.0.weight"]
+    norm, mesh = nn.LayerNorm(16), init_device_mesh("cpu", (2,))
+    for name, parameter in list(norm.named_parameters()):  # each rank has the whole row
+        setattr(norm, name, nn.Parameter(distribute_tensor(parameter.detach(), mesh, [Replicate()])))
+    tt.distributed.load(norm, paths["norm"], quantize={"weight": "int8"})
+    assert isinstance(norm.weight.to_local(), tt.Weight)
+    return said
+
+
+def test_one_row_is_not_split(paths, tmp_path):
+    model = Tied(101)
+    tt.save(model.body[0][1], tmp_path / "norm")
+    tt.quantize(model, {"body.0.1.weight": "int8"})
+    tt.save(model, tmp_path / "rows")
+    for encoded, stored in spawn(norms, 2, {**paths, "norm": tmp_path / "norm", "rows": tmp_path / "rows"}):
+        row = "body.0.1.weight: int8 of shape (16,) is one row, which several ranks cannot share"
+        assert (
+            f"{row}. Leave it unquantized: exclude it from quantize= with {{'body.0.1.weight': None, ...}}" in encoded
+        )
+        assert f"{row}. Dequantize the checkpoint first" in stored
+        assert "\n" not in encoded + stored
+
+
 def in_a_fake_world(path, world, rank):
     """Load in a process of its own, because torch's meshes keep the rank."""
     dist.destroy_process_group()

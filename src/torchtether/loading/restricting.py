@@ -97,6 +97,14 @@ def _fault_of_cut(step: Step, whole: RenamedCheckpoint, cut: RenamedCheckpoint, 
             f"the checkpoint holds it with the strides {whole.spec(name).stride}, and FSDP2 shards only contiguous "
             "Weights. Dequantize the checkpoint first, and quantize it as it is loaded."
         )
+    if _cuts_one_row(step, whole, box):
+        shape, scheme = tuple(step.held.shape), whole.spec(name).scheme if step.is_given else step.scheme
+        fix = (
+            "Dequantize the checkpoint first, and quantize it as it is loaded."
+            if step.is_given
+            else f"Leave it unquantized: exclude it from quantize= with {{{name!r}: None, ...}}."
+        )
+        return f"{scheme} of shape {shape} is one row, which several ranks cannot share. {fix}"
     try:
         if step.is_given:
             cut.check(name)
@@ -112,3 +120,10 @@ def _fault_of_cut(step: Step, whole: RenamedCheckpoint, cut: RenamedCheckpoint, 
     except TetherError as error:
         return f"{error.what}. Use another number of ranks, a scheme with other blocks, or no scheme."
     return ""
+
+
+def _cuts_one_row(step: Step, whole: RenamedCheckpoint, box: Box) -> bool:
+    """Return whether ``step`` would leave a part of a one-dimensional Weight here, which no load could join again."""
+    scheme = whole.spec(step.sources[0].name).scheme if step.is_given else step.scheme
+    is_one_row = len(box) == 1 and scheme is not None and not scheme.transparent
+    return is_one_row and box[0] != (0, step.held.shape[0])
