@@ -316,6 +316,38 @@ def to_dcp(source, folder):
     dcp.save({"model": get_model_state_dict(theirs), "epoch": 3}, checkpoint_id=folder / "nested")
 
 
+def in_the_background(source, folder):
+    """Save quantized weights by ``async_save``, as the refusal of a stock state dict says; return that refusal."""
+    model = build()
+    tt.distributed.load(model, source, quantize={"emb.weight": "int8"})
+    with pytest.raises(tt.UnsupportedOpError) as caught:
+        dcp.async_save({"model": model.state_dict()}, checkpoint_id=folder / "stock").result()
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], momentum=0.9)
+    step(model, optimizer)
+    wanted = [parameter.to_local().clone() for parameter in model.parameters()]
+    saved = dcp.async_save(tt.distributed.state_dict(model, optimizer), checkpoint_id=folder / "ours")
+    saved.result()
+    again = build()
+    other = torch.optim.SGD([p for p in again.parameters() if p.requires_grad], momentum=0.9)
+    assert dict(tt.distributed.load(again, folder / "ours", optimizer=other).quantized) == {"emb.weight": "int8"}
+    for one, two, local in zip(model.parameters(), again.parameters(), wanted, strict=True):
+        assert torch.equal(two.to_local(), local)
+        if one in optimizer.state:
+            both = (held.state[key]["momentum_buffer"] for held, key in ((optimizer, one), (other, two)))
+            assert torch.equal(*(momentum.to_local() for momentum in both))
+    return str(caught.value)
+
+
+def test_saving_in_the_background(tmp_path):
+    source = tmp_path / "source"
+    tt.save(Tied(101), source)
+    for said in spawn(in_the_background, 2, source, tmp_path):
+        assert "Give torch's async_save tt.distributed.state_dict(model)" in said
+        assert "share_memory_" not in said
+        assert "\n" not in said
+    assert tt.open(tmp_path / "ours")["emb.weight"].scheme == tt.int8()
+
+
 def from_dcp(source, folder, written_by):
     for what, rules in SCHEMES.items():
         if what.startswith("blocks") and 3 in (dist.get_world_size(), written_by):

@@ -60,11 +60,15 @@ class EmptyStorage(torch.UntypedStorage):
     __str__ = __repr__
 
 
+_FIX = "Call share_memory_() on the tensor, or dequantize() for its values."
+_FIX_OF_COPY = "Give torch's async_save tt.distributed.state_dict(model), or copy the tensor, not its storage."
+
+
 def _refusing(name: str) -> Callable[..., Any]:
     def refuse(self: Any, *args: Any, **kwargs: Any) -> Any:
         raise UnsupportedOpError(
             f"{name} needs memory, which the storage of a wrapper around other tensors does not have",
-            fix="Call share_memory_() on the tensor, or dequantize() for its values.",
+            fix=_FIX_OF_COPY if name == "copy_" else _FIX,  # torch stages a state dict by copying storages
         )
 
     refuse.__name__ = name
