@@ -4,7 +4,9 @@ import signal
 from functools import partial
 
 import pytest
+import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchtether as tt
 from tests.conversion.models import KINDS, kept, rig
@@ -111,3 +113,84 @@ def test_a_conversion_that_fails_does_not_split_what_shares_memory(kind):
         assert kept(made.model) == same
         for parameter in made.model.parameters():
             assert made.optimizer.state[parameter]["exp_avg"].dtype == parameter.grad.dtype == parameter.dtype
+
+
+class Failing(TorchDispatchMode):
+    """Raise ``error`` at the op number ``at``, or with ``lasts`` at every op from there."""
+
+    def __init__(self, at, error, lasts=False):
+        super().__init__()
+        self.left, self.error, self.lasts = at, error, lasts
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.left -= 1
+        if self.left == 0 or (self.lasts and self.left < 0):
+            raise self.error
+        return func(*args, **(kwargs or {}))
+
+
+def doubled(made):
+    """What a conversion to float64 makes of the values of the model and of the optimizer's state."""
+    found = {name: tensor.detach().clone().double() for name, tensor in made.model.state_dict().items()}
+    for name, parameter in made.model.named_parameters():
+        for key, value in made.optimizer.state[parameter].items():
+            found[f"{name} {key}"] = value.double() if value.dim() else value.clone()
+    return found
+
+
+def fail_at_every_op(kind, error, *, lasts=False):
+    """Let a conversion fail at each of its ops in turn, and call it again; return in how many ops it ends."""
+    for at in range(1, 1000):
+        made = rig(KINDS[kind])
+        same, ties, wanted = kept(made.model), names_of(find_ties(made.model)), doubled(made)
+        failing = Failing(at, error, lasts)
+        try:
+            with failing:
+                to_double(made)
+        except type(error):
+            pass
+        if failing.left > 0:
+            return at
+        for parameter in made.model.parameters() if not lasts else ():
+            state = made.optimizer.state[parameter]
+            assert state["exp_avg"].dtype == state["exp_avg_sq"].dtype == parameter.grad.dtype == parameter.dtype, at
+        to_double(made)
+        assert kept(made.model) == same, at
+        assert names_of(find_ties(made.model)) == ties, at
+        found = doubled(made)
+        assert found.keys() == wanted.keys()
+        assert all(torch.equal(value, wanted[name]) for name, value in found.items()), at
+        assert {parameter.dtype for parameter in made.model.parameters()} == {torch.float64}
+        made.seen.clear()
+        made.step()
+        assert made.seen
+    raise AssertionError("the conversion does not end")
+
+
+@pytest.mark.parametrize("kind", ["plain", "tied_3", "view_transposed", "view_slice", "lstm", "subclass"])
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("none left"), KeyboardInterrupt()], ids=["memory", "stop"])
+def test_an_op_that_fails_leaves_state_with_its_parameter(kind, error):
+    assert fail_at_every_op(kind, error) > 10
+
+
+def test_state_that_could_not_follow_does_so_at_the_next_call():
+    assert fail_at_every_op("plain", torch.OutOfMemoryError("none left"), lasts=True) > 10
+
+
+@pytest.mark.parametrize("kind", ["plain", "tied_3", "view_transposed", "view_slice"])
+@pytest.mark.parametrize("assign", [False, True])
+def test_a_load_that_fails_leaves_state_with_its_parameter(kind, assign):
+    for at in range(1, 1000):
+        made, failing = rig(KINDS[kind]), Failing(at, KeyboardInterrupt())
+        state = {name: tensor.detach().double() for name, tensor in made.model.state_dict().items()}
+        try:
+            with tt.swapping(made.model, optimizer=made.optimizer), failing:
+                made.model.load_state_dict(state, assign=assign)
+        except (KeyboardInterrupt, tt.TieError):  # half of a memory was assigned, in another dtype
+            pass
+        if failing.left > 0:
+            break
+        for parameter in made.model.parameters():
+            state = made.optimizer.state[parameter]
+            assert state["exp_avg"].dtype == state["exp_avg_sq"].dtype == parameter.grad.dtype == parameter.dtype, at
+    assert at > 1

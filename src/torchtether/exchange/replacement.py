@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copyreg
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..errors import ConversionError
+from ..errors import ConversionError, TetherError
 from ..geometry.blocks import STOCK
 from ..torch_private.dispatching import is_traceable_wrapper_subclass
 from ..torch_private.tensors import (
@@ -164,6 +164,24 @@ def replace(
     return Replacement(held, new, new_grad, is_own, replaced)
 
 
+def run_each(steps: Iterable[Callable[[], None]], errors: list[BaseException]) -> None:
+    """Run all ``steps``, which may be repeated; append what they raise to ``errors``, which the caller clears.
+
+    A step that fails runs once more, because the failure has freed its memory.
+    """
+    for step in steps:
+        try:
+            step()
+        except TetherError as error:
+            errors.append(error)
+        except BaseException as error:
+            errors.append(error)
+            try:
+                step()
+            except BaseException as again:
+                errors.append(again)
+
+
 def _spec_for(held: Tensor, new: Weight) -> WeightSpec:
     """Return the spec of ``new``, with the tie and the activations of ``held`` where it has none."""
     tie, activations = new.tie, new.spec.activations
@@ -217,6 +235,15 @@ def grad_shell(grad: Tensor, new: Tensor, dtype: torch.dtype) -> Tensor | None:
     else:
         made = grad.detach().to(new.device, dtype)
     return made.requires_grad_(grad.requires_grad)
+
+
+def restore_grad(held: Tensor, grad: Tensor) -> None:
+    """Make ``grad`` that of ``held`` again, in its dtype and on its device."""
+    with torch.no_grad():
+        shell = grad_shell(grad, held, held.dtype)
+    if shell is not None:
+        swap_impl(grad, shell)
+    held.grad = grad
 
 
 def user_attributes(held: Tensor, new: Tensor | None) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from ..weights.weight import Weight
 from .module_caches import Caches
 from .optimizer_state import Before, Optimizers, follow
 from .refusals import check_held, check_place, format_names, names_of
-from .replacement import grad_shell, is_wrapper, replace, user_attributes
+from .replacement import is_wrapper, replace, restore_grad, run_each, user_attributes
 
 _OPEN = 8
 """Tensors that are watched at a time; torch reads one tensor, exchanges it or not, and reads the next."""
@@ -77,6 +78,7 @@ class StockCall:
         self._open: dict[int, _Touched] = {}
         self._changes: dict[int, Before] = {}
         self._given: dict[int, Tensor] = {}
+        self._grads: list[tuple[Tensor, Tensor]] = []
         self._error: TetherError | None = None
 
     def begin(self) -> None:
@@ -206,19 +208,18 @@ class StockCall:
             held = touched.held
             if impl_id(held) == touched.impl:
                 continue
-            del self._open[key]
             if type(held) is nn.Parameter and issubclass(touched.kind, nn.Parameter):
                 held.__class__ = touched.kind
             if not touched.foreign or type(held) is touched.kind:
                 for name, value in touched.attributes.items():
                     held.__dict__.setdefault(name, value)
             seat_hooks(held)
-            if self._loads and touched.grad is not None and held.grad is None:  # _apply converts grads itself
-                with torch.no_grad():
-                    shell = grad_shell(touched.grad, held, held.dtype)
-                if shell is not None:
-                    swap_impl(touched.grad, shell)
-                held.grad = touched.grad
+            if touched.grad is not None and held.grad is None:
+                if self._loads:
+                    restore_grad(held, touched.grad)
+                else:
+                    self._grads.append((held, touched.grad))
+            del self._open[key]  # last: a failure before it leaves it to the next call
 
     def named(self, error: TetherError, tensor: Any = None) -> TetherError:
         """Return ``error`` with the names of ``tensor`` in the model, if it has some."""
@@ -275,26 +276,26 @@ class StockCall:
         """Restore the buffer objects, shared memory and caches; convert optimizer state."""
         for local in (self._metadata or {}).values():
             local.pop("assign_to_params_buffers", None)  # else the next load from this state dict would assign
-        faults: list[TieError] = []
+        errors: list[BaseException] = []
+        if self._error is None:
+            rejoins = [partial(self._rejoin, component) for component in self._components]
+            with torch.no_grad():
+                run_each([self.settle, self._restore_grads, self._restore_buffers, *rejoins, self._follow], errors)
+            torch.clear_autocast_cache()
+        run_each([self._caches.renew], errors)
         try:
-            if self._error is None:
-                with torch.no_grad():
-                    self.settle()
-                    self._restore_buffers()
-                    for component in self._components:
-                        try:
-                            self._rejoin(component)
-                        except TieError as error:
-                            faults.append(error)
-                follow(self._optimizer, self._changes.values())
-                torch.clear_autocast_cache()
+            if errors:
+                raise min(errors, key=lambda error: isinstance(error, Exception))  # interrupts first
         finally:
-            self._caches.renew()
-        try:
-            if faults:
-                raise faults[0]
-        finally:
-            faults.clear()  # else a caught error would keep the model until a garbage collection
+            errors.clear()  # else a caught error would keep the model until a garbage collection
+
+    def _restore_grads(self) -> None:
+        for held, grad in self._grads:
+            if held.grad is None:  # _apply converts grads itself, and drops those that it fails to convert
+                restore_grad(held, grad)
+
+    def _follow(self) -> None:
+        follow(self._optimizer, self._changes.values())
 
     def _restore_buffers(self) -> None:
         done: set[int] = set()
@@ -326,8 +327,10 @@ class StockCall:
                     if stride == 0 and part.shape[dim] > 1:  # torch refuses to write to one element several times
                         plain, part = plain.narrow(dim, 0, 1), part.narrow(dim, 0, 1)
                 part.copy_(plain)
-        for member in members:
-            replace(member.tensor, member_view(span, member)).apply()
+        steps = [replace(member.tensor, member_view(span, member)) for member in members]
+        for step in steps:  # a load that failed has left some members in the old dtype
+            self._changes.setdefault(id(step.held), (step.held, step.held.dtype, step.held.device))
+            step.apply()
         for member in members:
             self._check_given(member.tensor, member.names)
 
