@@ -116,15 +116,15 @@ def test_a_conversion_that_fails_does_not_split_what_shares_memory(kind):
 
 
 class Failing(TorchDispatchMode):
-    """Raise ``error`` at the op number ``at``, or with ``lasts`` at every op from there."""
+    """Raise ``error`` at the op number ``at``."""
 
-    def __init__(self, at, error, lasts=False):
+    def __init__(self, at, error):
         super().__init__()
-        self.left, self.error, self.lasts = at, error, lasts
+        self.left, self.error = at, error
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.left -= 1
-        if self.left == 0 or (self.lasts and self.left < 0):
+        if self.left == 0:
             raise self.error
         return func(*args, **(kwargs or {}))
 
@@ -138,12 +138,12 @@ def doubled(made):
     return found
 
 
-def fail_at_every_op(kind, error, *, lasts=False):
+def fail_at_every_op(kind, error):
     """Let a conversion fail at each of its ops in turn, and call it again; return in how many ops it ends."""
     for at in range(1, 1000):
         made = rig(KINDS[kind])
         same, ties, wanted = kept(made.model), names_of(find_ties(made.model)), doubled(made)
-        failing = Failing(at, error, lasts)
+        failing = Failing(at, error)
         try:
             with failing:
                 to_double(made)
@@ -151,7 +151,7 @@ def fail_at_every_op(kind, error, *, lasts=False):
             pass
         if failing.left > 0:
             return at
-        for parameter in made.model.parameters() if not lasts else ():
+        for parameter in made.model.parameters():
             state = made.optimizer.state[parameter]
             assert state["exp_avg"].dtype == state["exp_avg_sq"].dtype == parameter.grad.dtype == parameter.dtype, at
         to_double(made)
@@ -171,10 +171,6 @@ def fail_at_every_op(kind, error, *, lasts=False):
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("none left"), KeyboardInterrupt()], ids=["memory", "stop"])
 def test_an_op_that_fails_leaves_state_with_its_parameter(kind, error):
     assert fail_at_every_op(kind, error) > 10
-
-
-def test_state_that_could_not_follow_does_so_at_the_next_call():
-    assert fail_at_every_op("plain", torch.OutOfMemoryError("none left"), lasts=True) > 10
 
 
 @pytest.mark.parametrize("kind", ["plain", "tied_3", "view_transposed", "view_slice"])

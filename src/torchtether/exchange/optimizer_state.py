@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
-from contextlib import suppress
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.weak import WeakIdKeyDictionary
 
 from .._checks import as_module, describe, describe_some
 from ..errors import ArgumentError, OptimizerError
@@ -127,9 +124,6 @@ class Converted(NamedTuple):
 Before = tuple[Tensor, torch.dtype, torch.device]
 """The fields of a ``Converted``: a plain tuple costs a tenth of the time, and most conversions have no optimizer."""
 
-_unfinished: MutableMapping[Optimizer, list[Converted]] = WeakIdKeyDictionary()
-"""By optimizer, the changes that state has not followed completely, because of an error."""
-
 
 def follow(optimizer: Optimizers, changed: Iterable[Before], journal: Journal | None = None) -> None:
     """Move state tensors to their parameter's device, and to its dtype where they had its old one.
@@ -140,45 +134,21 @@ def follow(optimizer: Optimizers, changed: Iterable[Before], journal: Journal | 
     ``step``) stay on the CPU unless the optimizer is fused or capturable.  State on ``meta`` has no values; it is
     deleted, and the next step creates it again.
 
-    ``journal`` gets a function per state tensor that restores it. Without one, an error leaves some state as it was,
-    and the next call for the optimizer completes it.
+    ``journal`` gets a function per state tensor that restores it.
     """
     optimizers = _with_wrapped(optimizers_of(optimizer))
     changes = [Converted(*before) for before in changed] if optimizers else []
-    for at, one in enumerate(optimizers):
-        waiting = _unfinished.get(one, []) if _unfinished else []
-        try:
-            _follow_all(one, _merged(waiting, changes), journal)
-        except BaseException:
-            if journal is None:
-                for other in optimizers[at:]:
-                    with suppress(TypeError):  # an optimizer of another library may forbid weak references
-                        _unfinished[other] = _merged(_unfinished.get(other, []), changes)
-            raise
-        if waiting:
-            del _unfinished[one]
-            if journal is not None:
-                journal.append(partial(_unfinished.__setitem__, one, waiting))
-
-
-def _merged(waiting: list[Converted], changes: list[Converted]) -> list[Converted]:
-    """Return the changes of both lists, each once, the older first."""
-    if not waiting:
-        return changes
-    return list({(id(one.held), one.dtype, one.device): one for one in (*waiting, *changes)}.values())
-
-
-def _follow_all(optimizer: Optimizer, changes: Iterable[Converted], journal: Journal | None) -> None:
-    kept = _keys_of_one_dtype(optimizer)
-    on_device = {
-        id(parameter): bool(group.get("fused") or group.get("capturable"))
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-    }
-    for change in changes:
-        state = optimizer.state.get(change.held)
-        if isinstance(state, dict) and (change.dtype, change.device) != (change.held.dtype, change.held.device):
-            _follow_one(optimizer, change, state, kept, on_device.get(id(change.held), False), journal)
+    for one in optimizers:
+        kept = _keys_of_one_dtype(one)
+        on_device = {
+            id(parameter): bool(group.get("fused") or group.get("capturable"))
+            for group in one.param_groups
+            for parameter in group["params"]
+        }
+        for change in changes:
+            state = one.state.get(change.held)
+            if isinstance(state, dict) and (change.dtype, change.device) != (change.held.dtype, change.held.device):
+                _follow_one(one, change, state, kept, on_device.get(id(change.held), False), journal)
 
 
 def _with_wrapped(optimizers: Iterable[Optimizer]) -> list[Optimizer]:
