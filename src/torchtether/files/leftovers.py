@@ -23,10 +23,9 @@ def remove_leftovers(folder: Path, is_target: Callable[[str], object]) -> None:
     if not HAS_LOCKS:
         return
     with contextlib.suppress(OSError):
-        kept = awaited(folder)
         for path in folder.iterdir():
             found = parse_hidden(path.name)
-            if found and path.name not in kept and is_target(found[0]) and not _runs(found[1]):
+            if found and is_target(found[0]) and not _runs(found[1]):
                 _remove(path)
 
 
@@ -35,6 +34,8 @@ def _remove(path: Path) -> None:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         try:
             try_to_own(descriptor)
+            if path.name in awaited(path.parent):  # asked last: a process may put up its mark, and die, at any time
+                return
             if path.is_dir():
                 shutil.rmtree(path)
             else:

@@ -6,15 +6,21 @@ checkpoint, and files that go. If its process dies in between, the next read or 
 A save to several folders, one of which holds the others, puts the list into the mark of the outer folder, which is
 written last and removed last: a save whose outer mark is not there has not begun, or is done.
 
-The list comes with the folder, which may be anybody's. So it may name only files that a save writes, in its own folder
-or one below. It has the size and time of each file, before and after: if a file has others, somebody has written to the
-folder since, and nothing is done.
+The list comes with the folder, which may be anybody's. So it may name only files of the stems of its marks, regular
+ones, in its own folder or one below that has a mark of the same save. It has the size and time of each file, before and
+after: if a file has others, somebody has written to the folder since, and nothing is done.
+
+The marks of the inner folders have the stamps from before. If the outer mark is not there, they show that nothing has
+changed yet; a folder that was moved out of the outer one in between is refused.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import platform
+import stat
+import time
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -24,12 +30,17 @@ from typing import Any
 from .._interruptions import Deferred
 from ..errors import CheckpointError
 from .locks import locked
-from .names import MARK_SUFFIX, mark_of, parse_hidden, short, stem_of
+from .names import INDEX_SUFFIX, MARK_SUFFIX, SUFFIX, mark_of, parse_hidden, short, stem_of
 from .opening import BESIDE, read_file
+from .strict_json import parse_object
 from .system import sync_folder
 
 _ABOUT = "A save that exchanges the files here has not ended. torchtether ends it when it reads or writes them."
 _LIMIT = 2**24  # bytes
+_VALUES = 2**18  # for 30 000 files
+
+_STILL = 2.0
+"""Seconds without a rename after which a save by another machine is dead: some file systems lock on one only."""
 
 Stamp = list[int] | None
 """The size and the time of the last change of a file, in ns; ``None`` of no file."""
@@ -79,7 +90,7 @@ def awaited(folder: Path) -> set[str]:
         leader = _leader(mark, plan)
         plan = _read(leader) if leader != mark else plan
         with suppress(_Unfit):
-            found |= {step.hidden.name for step in _Plan(leader.parent, plan).steps if step.hidden}
+            found |= {step.hidden.name for step in _Plan(leader, plan).steps if step.hidden}
     return found
 
 
@@ -88,29 +99,42 @@ def awaited(folder: Path) -> set[str]:
 
 def describe(marks: Sequence[Path], steps: Sequence[Step]) -> list[bytes]:
     """Return the contents of each of ``marks``, the last of which is that of the outer folder."""
-    about = {"about": _ABOUT}
-    try:
-        plan = about | _listed(marks, steps)
-        part = about | {"part of": marks[-1].name}
-    except (ValueError, IndexError):  # a file elsewhere, as by a symbolic link, folders side by side, or no marks
-        plan = part = about
-    return [json.dumps(plan if mark is marks[-1] else part).encode() for mark in marks]
+    if not marks:
+        return []
+    outer, plan = marks[-1].parent, dict[str, Any](about=_ABOUT, host=platform.node())
+    with suppress(ValueError):  # a file elsewhere, as by a symbolic link, or folders side by side
+        renamed = {_name(outer, step.path) for step in steps if step.hidden}
+        plan["marks"] = [_name(outer, mark) for mark in marks[:-1]]
+        plan["renames"] = [
+            [_name(outer, step.hidden), _name(outer, step.path), _stamp(step.hidden), _stamp(step.path)]
+            for step in steps
+            if step.hidden
+        ]
+        plan["removes"] = [
+            [_name(outer, step.path), _stamp(step.path)]
+            for step in steps
+            if step.hidden is None and _name(outer, step.path) not in renamed
+        ]
+        stems = {(step.path.parent, stem) for step in steps if (stem := stem_of(step.path.name)) is not None}
+        heads = [folder / f"{stem}{end}" for folder, stem in sorted(stems) for end in (SUFFIX, INDEX_SUFFIX)]
+        plan["absent"] = [
+            name for head in heads if not os.path.lexists(head) and (name := _name(outer, head)) not in renamed
+        ]
+    parts = [_describe_part(mark, marks[-1].name, steps) for mark in marks[:-1]]
+    return [json.dumps(one).encode() for one in (*parts, plan)]
 
 
-def _listed(marks: Sequence[Path], steps: Sequence[Step]) -> dict[str, Any]:
-    outer, renames = marks[-1].parent, [(step.hidden, step.path) for step in steps if step.hidden]
-    removed = {step.path for step in steps} - {path for _, path in renames}
-    return {
-        "marks": [_name(outer, mark) for mark in marks[:-1]],
-        "renames": [
-            [_name(outer, hidden), _name(outer, path), _stamp(hidden), _stamp(path)] for hidden, path in renames
-        ],
-        "removes": [[_name(outer, step.path), _stamp(step.path)] for step in steps if step.path in removed],
-    }
+def _describe_part(mark: Path, leader: str, steps: Sequence[Step]) -> dict[str, Any]:
+    part = dict[str, Any](about=_ABOUT)
+    part["part of"] = leader
+    with suppress(ValueError):
+        inside = [step.path for step in steps if os.path.realpath(step.path.parent) == os.path.realpath(mark.parent)]
+        part["before"] = [[_name(mark.parent, path), _stamp(path)] for path in inside]
+    return part
 
 
 def _name(outer: Path, path: Path) -> str:
-    """Return the path of ``path`` from ``outer``; raise ValueError if it is elsewhere."""
+    """Return the path of ``path`` from ``outer``, whichever way it is given; raise ValueError if it is elsewhere."""
     real = Path(os.path.realpath(path.parent)) / path.name
     if path.is_symlink():
         raise ValueError(path)
@@ -118,18 +142,19 @@ def _name(outer: Path, path: Path) -> str:
 
 
 def _stamp(path: Path) -> Stamp:
-    with suppress(FileNotFoundError, NotADirectoryError):
+    try:
         found = path.lstat()
-        return [found.st_size, found.st_mtime_ns]
-    return None
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    if not stat.S_ISREG(found.st_mode):
+        raise ValueError(path)
+    return [found.st_size, found.st_mtime_ns]
 
 
 def _read(mark: Path) -> dict[str, Any]:
     """Return the contents of a mark; empty if it cannot be read."""
-    with suppress(OSError, ValueError, RecursionError):  # a CheckpointError is a ValueError
-        found = json.loads(read_file(mark, _LIMIT))
-        if isinstance(found, dict):
-            return found
+    with suppress(OSError, CheckpointError):
+        return parse_object(read_file(mark, _LIMIT), name=str(mark), what="mark", values=_VALUES, widest=_VALUES)
     return {}
 
 
@@ -137,7 +162,7 @@ def _leader(mark: Path, plan: dict[str, Any]) -> Path:
     """Return the mark that has the list of the save that ``mark`` belongs to."""
     name = plan.get("part of")
     if isinstance(name, str) and name == Path(name).name and name.endswith(MARK_SUFFIX):
-        return mark.parent.parent / name
+        return Path(os.path.realpath(mark.parent)).parent / name  # of a link, or of ".", another folder is the parent
     return mark
 
 
@@ -146,18 +171,19 @@ class _Unfit(Exception):
 
 
 class _Plan:
-    """The list in a mark in ``folder``, checked: it names nothing but files of a checkpoint there."""
+    """The list in the mark ``leader``, checked: it names nothing but files of the checkpoints that have its marks."""
 
-    def __init__(self, folder: Path, plan: dict[str, Any]) -> None:
-        self._folder = folder
-        if not all(isinstance(plan.get(key), list) for key in ("marks", "renames", "removes")):
+    def __init__(self, leader: Path, plan: dict[str, Any]) -> None:
+        self._leader, self._folder, self._host = leader, leader.parent, plan.get("host")
+        if not all(isinstance(plan.get(key), list) for key in ("marks", "renames", "removes", "absent")):
             raise _Unfit("its mark does not say what is left to do")
         try:
+            self.marks = [self._mark(name) for name in plan["marks"]]
             renames = [(self._hidden(one, name), self._target(name), after, before)
                        for one, name, after, before in plan["renames"]]  # fmt: skip
             removes = [(self._target(name), before) for name, before in plan["removes"]]
-            self.marks = [self._target(name) for name in plan["marks"]]
-        except (TypeError, ValueError, AttributeError):
+            self._absent = [self._target(name) for name in plan["absent"]]
+        except (TypeError, ValueError, AttributeError, OSError):  # of a name that is too long
             raise _Unfit("its mark lists what is no file of a checkpoint") from None
         self.steps = [Step(path, hidden) for hidden, path, *_ in renames] + [Step(path) for path, _ in removes]
         self._stamps = [(path, after, before) for _, path, after, before in renames]
@@ -165,17 +191,42 @@ class _Plan:
 
     def check(self) -> None:
         """Raise _Unfit unless every file is as it was when the mark was written, or as the save would leave it."""
+        left = set()
         for step, (path, after, before) in zip(self.steps, self._stamps, strict=True):
-            found = _stamp(path)
+            try:
+                found, hidden = _stamp(path), _stamp(step.hidden) if step.hidden else None
+            except ValueError:
+                raise _Unfit(f"{path.name} is no regular file") from None
             if found not in (None, after, before):
                 raise _Unfit(f"{path.name} has been changed since")
-            if step.hidden and after not in (found, _stamp(step.hidden)):
+            if step.hidden and after not in (found, hidden):
                 raise _Unfit(f"the file {step.hidden.name} is missing")
+            if found != after or hidden:
+                left.add(path.parent)
+        for path in self._absent:  # other libraries remove shards, and write what readers would prefer
+            if os.path.lexists(path):
+                raise _Unfit(f"{path.name} has been added since")
+        for mark in self.marks:  # those who may write to the outer folder may not be allowed to write to the inner one
+            if (mark.parent in left or os.path.lexists(mark)) and _leader(mark, _read(mark)) != self._leader:
+                raise _Unfit(f"{mark.parent.name} has no mark of the same save")
+
+    def is_still(self) -> bool:
+        """Return whether no process on another machine is at it."""
+        if self._host == platform.node():  # the locks tell
+            return True
+        before = self._here()
+        time.sleep(_STILL)
+        return self._here() == before
+
+    def _here(self) -> list[bool]:
+        steps = [path for step in self.steps for path in (step.path, step.hidden or step.path)]
+        return [os.path.lexists(path) for path in (*steps, *self.marks, self._leader)]
 
     def _inside(self, name: str) -> Path:
         *outer, last = name.split("/")
         if len(outer) > 1 or not last or set(name) & set("\\:\0") or {"", ".", ".."} & {*outer, last}:
             raise ValueError(name)
+        os.fsencode(name)  # raises ValueError for what is no name
         folder = self._folder.joinpath(*outer)
         if outer and folder.is_symlink():
             raise ValueError(name)
@@ -183,7 +234,18 @@ class _Plan:
 
     def _target(self, name: str) -> Path:
         path = self._inside(name)
-        if stem_of(path.name) is None and path.name not in BESIDE:
+        marks, stem = (self._leader, *self.marks), stem_of(path.name)
+        if path in marks or not (
+            mark_of(path.parent, stem) in marks
+            if stem is not None
+            else path.name in BESIDE and any(mark.parent == path.parent for mark in marks)
+        ):
+            raise ValueError(name)
+        return path
+
+    def _mark(self, name: str) -> Path:
+        path = self._inside(name)
+        if path.parent == self._folder or not name.endswith(MARK_SUFFIX):
             raise ValueError(name)
         return path
 
@@ -200,35 +262,60 @@ class _Plan:
 
 def _end(mark: Path) -> str:
     """Do what is left of the save of ``mark``, when no process is at it; return why that is not possible, or ''."""
+    mark = Path(os.path.realpath(mark.parent)) / mark.name
     leader = _leader(mark, _read(mark))
-    folders = [leader.parent, *([mark.parent] if mark.parent != leader.parent else [])]
+    folders = [leader.parent, *([mark.parent] if mark != leader else [])]
     try:
         with ExitStack() as stack:
             if not all([stack.enter_context(locked(folder)) for folder in folders]):  # the outer first, as in a save
                 return "without locks nobody can tell whether its process runs"
             if not os.path.lexists(mark):
                 return ""
-            if not os.path.lexists(leader):  # it has not begun, or is done
+            said = _read(mark)
+            is_stale = _leader(mark, said) != leader  # a later save has put up its mark while this one waited
+            if not is_stale and not os.path.lexists(leader):
+                _check_not_begun(mark.parent, said)
                 _remove([mark])
                 return ""
-            plan = _Plan(leader.parent, _read(leader))
-            for folder in sorted({made.parent for made in plan.marks} - {*folders}):
-                stack.enter_context(locked(folder))
-            plan.check()
-            with Deferred():
-                _finish(plan, leader)
+            if not is_stale:
+                plan = _Plan(leader, _read(leader))
+                if mark not in (leader, *plan.marks):
+                    raise _Unfit("its mark is of another save than that of the folder around it")
+                for folder in sorted({made.parent for made in plan.marks} - {*folders}):
+                    stack.enter_context(locked(folder))
+                plan.check()
+                is_stale = not plan.is_still()
+                if not is_stale:
+                    with Deferred():
+                        _finish(plan, leader)
     except _Unfit as error:
         return str(error)
     except OSError as error:
         return f"{error.strerror or error}"
-    return ""
+    return _end(mark) if is_stale else ""
+
+
+def _check_not_begun(folder: Path, part: dict[str, Any]) -> None:
+    """Raise _Unfit unless the files in ``folder`` are those of before the save, by the mark in it."""
+    try:
+        if all(name == Path(name).name and _stamp(folder / name) == before for name, before in part["before"]):
+            return
+    except (TypeError, ValueError, KeyError):
+        pass
+    raise _Unfit("the folder around it, which has the list of what is left to do, is not there, or has another")
 
 
 def _finish(plan: _Plan, leader: Path) -> None:
-    changed = {leader.parent}
-    for step in plan.steps:
-        if step.hidden is None or os.path.lexists(step.hidden):
-            changed.add(step.do().parent)
+    changed, left = {leader.parent}, [step for step in plan.steps if not step.hidden or os.path.lexists(step.hidden)]
+    for step in left:
+        if step.hidden and step.path.name.endswith(INDEX_SUFFIX):  # other readers find none while shards are exchanged
+            step.path.unlink(missing_ok=True)
+    for step in left:
+        changed.add(step.path.parent)
+        if step.hidden:
+            os.replace(step.hidden, step.path)  # unlike ``do`` it follows no link
+        else:
+            step.path.unlink(missing_ok=True)
     for folder in changed:
         sync_folder(folder)
     _remove([*plan.marks, leader])

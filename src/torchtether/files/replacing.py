@@ -211,7 +211,7 @@ def _perform(steps: Sequence[Step], marks: Sequence[Path]) -> None:
     for folder in changed:
         sync_folder(folder)
     for mark in marks:
-        mark.unlink()
+        mark.unlink(missing_ok=True)  # without locks another save may have removed it
         sync_folder(mark.parent)
 
 
