@@ -566,6 +566,5 @@ def test_a_folder_of_an_optimizer_that_is_elsewhere_is_never_half_exchanged(tmp_
     dies_at_rename(at, lambda: tt.distributed.save(model, there, optimizer=optimizer))
     found = values(there), values(tmp_path / "elsewhere")
     assert found in states or any("has not ended" in one for one in found if isinstance(one, str))
-    assert at == 0 or found != states[0]
     tt.distributed.save(model, there, optimizer=optimizer)
     assert tuple(values(there / where) for where in ("", "optimizer")) == states[1]
