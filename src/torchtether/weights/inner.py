@@ -61,7 +61,7 @@ class EmptyStorage(torch.UntypedStorage):
 
 
 _FIX = "Call share_memory_() on the tensor, or dequantize() for its values."
-_FIX_OF_COPY = "Give torch's async_save tt.distributed.state_dict(model), or copy the tensor, not its storage."
+_FIX_OF_COPY = "Give torch's async_save tt.distributed.state_dict(model), or dequantize() the tensor for its values."
 
 
 def _refusing(name: str) -> Callable[..., Any]:
