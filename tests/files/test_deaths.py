@@ -8,25 +8,30 @@ import sys
 import threading
 
 import pytest
-import torch
-from safetensors.torch import save_file
-from torch import nn
 
 import torchtether as tt
 from tests import interrupts
+from tests.files.dying import (
+    CONFIG,
+    KINDS,
+    MORE,
+    Paused,
+    dies_at,
+    dies_at_rename,
+    file_names,
+    held_bits,
+    is_marked,
+    net,
+    prepared,
+    trained,
+    values,
+)
 from tests.interrupts import count_steps, interrupted
 from torchtether.cli.main import main
 from torchtether.files import folder as folder_module
 from torchtether.files import locks, store
-from torchtether.files.opening import SETTINGS
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are forked")
-
-CONFIG = {"architectures": ["Net"], "hidden_size": 64}
-CONFIG_TEXT = json.dumps(CONFIG, indent=2, sort_keys=True) + "\n"
-CALLS = ("open", "replace", "unlink", "fsync", "close", "write", "chmod", "rmdir", "mkdir")
-_MANY = {"max_shard_size": 5000}
-_MORE = {"max_shard_size": 20_000}
 
 
 @pytest.fixture(autouse=True)
@@ -35,27 +40,6 @@ def no_waiting_for_the_disk(monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
 
 
-def net(value, scheme=None):
-    model = nn.ModuleDict({f"l{i}": nn.Linear(64, 64) for i in range(4)})
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.linspace(-value, value, parameter.numel()).view_as(parameter))
-    return model if scheme is None else tt.quantize(model, scheme)
-
-
-def options(value, scheme=None, **more):
-    return net(value, scheme), more
-
-
-KINDS = {
-    "plain": lambda value: options(value),
-    "plain with settings": lambda value: options(value),
-    "plain shards": lambda value: options(value, **_MORE),
-    "more plain shards": lambda value: options(value, **_MANY),
-    "compressed-tensors": lambda value: options(value, "int8", format="compressed-tensors"),
-    "compressed-tensors shards": lambda value: options(value, "int8", format="compressed-tensors", **_MANY),
-    "bitsandbytes shards": lambda value: options(value, "nf4", format="bitsandbytes", **_MANY),
-}
 CHANGES = [
     ("plain", "plain shards"),
     ("plain shards", "plain shards"),
@@ -77,75 +61,6 @@ CHANGES = [
         )
     ),
 ]
-
-
-def prepared(folder, kind):
-    """Make a folder with a config, a tokenizer and a checkpoint, which is copied where it has been saved before."""
-    shutil.rmtree(folder, ignore_errors=True)
-    template = folder.parent / f"template of {kind}"
-    if not template.exists():
-        _prepare(template, kind)
-    shutil.copytree(template, folder)
-
-
-def _prepare(folder, kind):
-    folder.mkdir()
-    (folder / "config.json").write_text(CONFIG_TEXT)
-    (folder / "tokenizer.json").write_text("{}")
-    if kind is not None:
-        model, more = KINDS[kind](1)
-        tt.save(model, folder, **more)
-    if kind == "plain with settings":
-        (folder / SETTINGS[0]).write_text("{}")
-
-
-def values(path):
-    """What readers get of a checkpoint; an error is the words of it."""
-    try:
-        with tt.open(path) as checkpoint:
-            assert not checkpoint.faults
-            return {name: held_bits(checkpoint[name]) for name in checkpoint}
-    except tt.CheckpointError as error:
-        assert "\n" not in str(error)
-        return str(error)
-
-
-def held_bits(tensor):
-    tensor = tensor.dequantize() if isinstance(tensor, tt.Weight) else tensor
-    return tensor.detach().contiguous().numpy().tobytes()
-
-
-def dies_at(count, act):
-    """Whether ``act``, in a process of its own, was ended before its system call number ``count``."""
-    child = os.fork()
-    if child:
-        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
-    left = [count]
-
-    def dying(stock):
-        def call(*arguments, **more):
-            if left[0] == 0:
-                os._exit(9)
-            left[0] -= 1
-            return stock(*arguments, **more)
-
-        return call
-
-    try:
-        for name in CALLS:
-            setattr(os, name, dying(getattr(os, name)))
-        act()
-    except BaseException:
-        os._exit(1)
-    os._exit(0)
-
-
-def file_names(folder):
-    return {path.name for path in folder.iterdir()}
-
-
-def is_marked(folder):
-    return bool(list(folder.glob("**/*.torn")))
 
 
 @pytest.mark.slow
@@ -212,19 +127,9 @@ def test_any_save_repairs_what_another_kind_has_torn(tmp_path, then):
     assert repaired > 3
 
 
-def trained(value):
-    """A model and an optimizer whose state is about ``value``, too."""
-    model = net(value)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.5)
-    for parameter in model.parameters():
-        parameter.grad = torch.full_like(parameter, float(value))
-    optimizer.step()
-    return model, optimizer
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("first", [0, 1], ids=["weights first", "optimizer first"])
-@pytest.mark.parametrize("more", [{}, _MORE], ids=["one file", "shards"])
+@pytest.mark.parametrize("more", [{}, MORE], ids=["one file", "shards"])
 def test_a_save_with_an_optimizer_that_dies_leaves_both_old_or_both_new(tmp_path, more, first):
     """Two folders are exchanged as one, whichever a reader opens first."""
     for value in (1, 2):
@@ -250,114 +155,10 @@ def test_a_save_with_an_optimizer_that_dies_leaves_both_old_or_both_new(tmp_path
     assert seen == {(False, 0), (True, 0), (True, 1), (False, 1)}
 
 
-def torn(folder, at=2):
-    """Make a folder whose save over shards died before its rename number ``at``, the first being the mark's."""
-    prepared(folder, "plain shards")
-    assert dies_at_rename(at, lambda: tt.save(net(2), folder, **_MORE))
-    assert is_marked(folder)
-
-
-def contents(folder):
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
-def by_safetensors(folder):
-    save_file({"w": torch.ones(2)}, next(folder.glob("model-*.safetensors")))
-
-
-def without_its_file(folder):
-    next(folder.glob(".model-*.tmp")).unlink()
-
-
-def in_old_words(folder):
-    next(folder.glob("*.torn")).write_text("A save that exchanges the files here has not ended. Save again.")
-
-
-def rewritten(change):
-    def act(folder):
-        mark = next(folder.glob("*.torn"))
-        said = json.loads(mark.read_text())
-        change(said)
-        mark.write_text(json.dumps(said))
-
-    act.__name__ = change.__name__
-    return act
-
-
-def of_a_parent(said):
-    said["removes"].append(["../precious.safetensors", None])
-
-
-def of_a_root(said):
-    said["removes"].append(["/model.safetensors", None])
-
-
-def of_another_file(said):
-    said["removes"].append(["tokenizer.json", None])
-
-
-def of_a_visible_file(said):
-    said["renames"][0][0] = "tokenizer.json"
-
-
-def of_numbers(said):
-    said["renames"] = [[1, 2, 3, 4]]
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        by_safetensors, without_its_file, in_old_words,
-        *map(rewritten, (of_a_parent, of_a_root, of_another_file, of_a_visible_file, of_numbers)),
-    ],
-    ids=lambda change: change.__name__,
-)  # fmt: skip
-def test_what_a_mark_cannot_answer_for_is_refused_and_left(tmp_path, change):
-    """Somebody has written to the folder since, or the mark was never one of ours; the next save goes on."""
-    folder = tmp_path / "there"
-    torn(folder)
-    (tmp_path / "precious.safetensors").write_bytes(b"")
-    change(folder)
-    before = contents(tmp_path)
-    found = values(folder)
-    assert "a save to this checkpoint has not ended: " in found
-    assert found.endswith("Save again.")
-    assert contents(tmp_path) == before
-    tt.save(net(3), folder, **_MORE)
-    assert values(folder) == {name: held_bits(held) for name, held in net(3).state_dict().items()}
-    assert not is_marked(folder)
-    assert not [name for name in file_names(folder) if name.startswith(".")]
-
-
-def test_a_reader_waits_for_a_save_that_runs(tmp_path, monkeypatch):
-    prepared(tmp_path / "there", "plain shards")
-    first = Paused(monkeypatch, tmp_path / "there", 2, 2, **_MORE)
-    found = []
-    reader = threading.Thread(target=lambda: found.append(values(tmp_path / "there")))
-    reader.start()
-    reader.join(0.1)
-    assert not found
-    first.go()
-    reader.join(30)
-    assert found == [{name: held_bits(held) for name, held in net(2).state_dict().items()}]
-
-
-def test_a_reader_that_may_not_write_says_so(tmp_path, monkeypatch):
-    torn(tmp_path / "there")
-
-    def refuse(*arguments):
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(os, "replace", refuse)
-    assert "has not ended: Permission denied. Save again." in values(tmp_path / "there")
-    monkeypatch.undo()
-    assert values(tmp_path / "there") == {name: held_bits(held) for name, held in net(2).state_dict().items()}
-
-
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # a file that nobody had taken yet
 @pytest.mark.slow
 @pytest.mark.parametrize("finely", [(), ("replacing.py",)], ids=["lines", "bytecodes"])
-@pytest.mark.parametrize("more", [{}, _MORE], ids=["one file", "shards"])
+@pytest.mark.parametrize("more", [{}, MORE], ids=["one file", "shards"])
 def test_an_interrupt_at_any_step_of_replacing_leaves_nothing_hidden(tmp_path, monkeypatch, more, finely):
     """Ctrl-C raises in this process, which goes on: no next save may ever come to take what is left."""
     rooms = (sys.modules["torchtether.files.replacing"], folder_module)
@@ -381,55 +182,23 @@ def test_an_interrupt_at_any_step_of_replacing_leaves_nothing_hidden(tmp_path, m
 # -- two writers ------------------------------------------------------------------------------------------------------
 
 
-class Paused:
-    """A save in a thread that stops before its rename number ``at``, until ``go`` is called."""
-
-    def __init__(self, monkeypatch, folder, value, at, **more):
-        self.reached, self._resume, self._left, self.error = threading.Event(), threading.Event(), at, None
-        self._stock = os.replace
-        monkeypatch.setattr(os, "replace", self._replace)
-        self._thread = threading.Thread(target=self._save, args=(net(value), folder, more))
-        self._thread.start()
-        assert self.reached.wait(30)
-
-    def _replace(self, *arguments):
-        if threading.current_thread() is self._thread:
-            if self._left == 0:
-                self.reached.set()
-                self._resume.wait(30)
-            self._left -= 1
-        return self._stock(*arguments)
-
-    def _save(self, model, folder, more):
-        try:
-            tt.save(model, folder, **more)
-        except tt.CheckpointError as error:
-            self.error = error
-        self.reached.set()
-
-    def go(self):
-        self._resume.set()
-        self._thread.join(30)
-        assert not self._thread.is_alive()
-
-
 @pytest.mark.parametrize("at", range(5))
 def test_a_second_save_is_refused_while_the_first_renames_or_waits_for_it(tmp_path, monkeypatch, at):
     prepared(tmp_path / "there", "plain shards")
-    first = Paused(monkeypatch, tmp_path / "there", 2, at, **_MORE)
+    first = Paused(monkeypatch, tmp_path / "there", 2, at, **MORE)
     assert not os.path.exists(tmp_path / "there" / "lock")
     monkeypatch.setattr(locks, "PATIENCE", 0.05)
     with pytest.raises(tt.CheckpointError, match="another save has not ended") as refused:
-        tt.save(net(3), tmp_path / "there", **_MORE)
+        tt.save(net(3), tmp_path / "there", **MORE)
     assert "\n" not in str(refused.value)
     monkeypatch.setattr(locks, "PATIENCE", 60.0)
-    second = threading.Thread(target=tt.save, args=(net(3), tmp_path / "there"), kwargs=_MORE)
+    second = threading.Thread(target=tt.save, args=(net(3), tmp_path / "there"), kwargs=MORE)
     second.start()
     first.go()
     second.join(30)
     assert first.error is None
     prepared(tmp_path / "wanted", None)
-    tt.save(net(3), tmp_path / "wanted", **_MORE)
+    tt.save(net(3), tmp_path / "wanted", **MORE)
     assert values(tmp_path / "there") == values(tmp_path / "wanted")
     assert file_names(tmp_path / "there") == file_names(tmp_path / "wanted")
 
@@ -441,11 +210,11 @@ def test_a_lock_goes_with_its_process(tmp_path):
         with locks.locked(tmp_path / "there"):
             os._exit(9)
     os.waitpid(child, 0)
-    tt.save(net(2), tmp_path / "there", **_MORE)
+    tt.save(net(2), tmp_path / "there", **MORE)
     assert values(tmp_path / "there") == {name: held_bits(held) for name, held in net(2).state_dict().items()}
 
 
-@pytest.mark.parametrize("other", [_MORE, {}], ids=["shards", "one file"])
+@pytest.mark.parametrize("other", [MORE, {}], ids=["shards", "one file"])
 @pytest.mark.parametrize("at", range(5))
 def test_where_there_are_no_locks_a_mixture_is_refused(tmp_path, monkeypatch, at, other):
     """The second save is done whole between two renames of the first."""
@@ -455,35 +224,35 @@ def test_where_there_are_no_locks_a_mixture_is_refused(tmp_path, monkeypatch, at
 
     monkeypatch.setattr(locks, "try_to_own", none)
     prepared(tmp_path / "there", "plain shards")
-    first = Paused(monkeypatch, tmp_path / "there", 2, at, **_MORE)
+    first = Paused(monkeypatch, tmp_path / "there", 2, at, **MORE)
     tt.save(net(3), tmp_path / "there", **other)
     first.go()
     whole = [{name: held_bits(held) for name, held in net(value).state_dict().items()} for value in (2, 3)]
     found = values(tmp_path / "there")
     assert isinstance(found, str) or found in whole
     assert (main(["verify", str(tmp_path / "there")]) == 1) == isinstance(found, str)
-    tt.save(net(4), tmp_path / "there", **_MORE)
+    tt.save(net(4), tmp_path / "there", **MORE)
     assert values(tmp_path / "there") == {name: held_bits(held) for name, held in net(4).state_dict().items()}
 
 
 def test_a_shard_of_another_save_is_refused_also_by_verify(tmp_path, capsys):
     """It has the same names, shapes and records; its own checksums are right."""
     for value in (1, 2):
-        tt.save(net(value), tmp_path / str(value), **_MORE)
+        tt.save(net(value), tmp_path / str(value), **MORE)
     shard = sorted(file_names(tmp_path / "1"))[0]
     shutil.copyfile(tmp_path / "2" / shard, tmp_path / "1" / shard)
     assert f"{shard}: its header has digest" in values(tmp_path / "1")
     assert main(["verify", str(tmp_path / "1")]) == 1
     assert "but model.safetensors.index.json lists" in capsys.readouterr().err
-    tt.save(net(1), tmp_path / "1", **_MORE)
+    tt.save(net(1), tmp_path / "1", **MORE)
     shutil.copytree(tmp_path / "1", tmp_path / "again")
-    tt.save(net(1), tmp_path / "again", **_MORE)
+    tt.save(net(1), tmp_path / "again", **MORE)
     for name in file_names(tmp_path / "1"):
         assert (tmp_path / "1" / name).read_bytes() == (tmp_path / "again" / name).read_bytes()
 
 
 def test_an_index_without_digests_is_read_as_ever(tmp_path):
-    tt.save(net(1), tmp_path, **_MORE)
+    tt.save(net(1), tmp_path, **MORE)
     path = tmp_path / "model.safetensors.index.json"
     index = json.loads(path.read_text())
     assert set(index["metadata"].pop("torchtether.headers")) == set(index["weight_map"].values())
@@ -532,39 +301,3 @@ def test_a_checkpoint_that_is_replaced_while_it_is_opened_is_no_mixture(tmp_path
         assert not isinstance(found, str)
     else:
         assert "the file was replaced while it was open" in found or "a save to this checkpoint has not ended" in found
-
-
-def dies_at_rename(count, act):
-    child = os.fork()
-    if child:
-        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
-    stock, left = os.replace, [count]
-
-    def replace(*arguments):
-        if left[0] == 0:
-            os._exit(9)
-        left[0] -= 1
-        return stock(*arguments)
-
-    os.replace = replace
-    try:
-        act()
-    finally:
-        os._exit(1)
-
-
-@pytest.mark.parametrize("at", range(6))
-def test_a_folder_of_an_optimizer_that_is_elsewhere_is_never_half_exchanged(tmp_path, at):
-    """The mark of the outer folder cannot say what is left in a folder behind a symbolic link, so both are refused."""
-    for value in (1, 2):
-        model, optimizer = trained(value)
-        tt.distributed.save(model, tmp_path / str(value), optimizer=optimizer)
-    states = [tuple(values(tmp_path / f"{value}{where}") for where in ("", "/optimizer")) for value in (1, 2)]
-    there = tmp_path / "1"
-    (there / "optimizer").rename(tmp_path / "elsewhere")
-    (there / "optimizer").symlink_to(tmp_path / "elsewhere")
-    dies_at_rename(at, lambda: tt.distributed.save(model, there, optimizer=optimizer))
-    found = values(there), values(tmp_path / "elsewhere")
-    assert found in states or any("has not ended" in one for one in found if isinstance(one, str))
-    tt.distributed.save(model, there, optimizer=optimizer)
-    assert tuple(values(there / where) for where in ("", "optimizer")) == states[1]

@@ -4,6 +4,7 @@ import json
 import os
 import platform
 import shutil
+import threading
 import time
 
 import pytest
@@ -11,8 +12,8 @@ import torch
 from safetensors.torch import save_file
 
 import torchtether as tt
-from tests.files.test_deaths import (
-    _MORE,
+from tests.files.dying import (
+    MORE,
     Paused,
     contents,
     dies_at_rename,
@@ -38,6 +39,30 @@ def no_waiting_for_the_disk(monkeypatch):
 def stamp_of(path):
     found = os.lstat(path)
     return [found.st_size, found.st_mtime_ns]
+
+
+def of_a_parent(said, folder):
+    said["removes"].append(["../precious.safetensors", None])
+
+
+def of_a_root(said, folder):
+    said["removes"].append(["/model.safetensors", None])
+
+
+def of_another_file(said, folder):
+    said["removes"].append(["config.json.bak", None])
+
+
+def of_a_visible_file(said, folder):
+    said["renames"][0][0] = "tokenizer.json"
+
+
+def of_numbers(said, folder):
+    said["renames"] = [[1, 2, 3, 4]]
+
+
+def of_the_words_of_older_marks(said, folder):
+    said.clear()
 
 
 def of_another_stem(said, folder):
@@ -89,6 +114,7 @@ def of_the_own_mark(said, folder):
 @pytest.mark.parametrize(
     "change",
     [
+        of_a_parent, of_a_root, of_another_file, of_a_visible_file, of_numbers, of_the_words_of_older_marks,
         of_another_stem, of_a_folder_without_a_mark, of_a_folder_without_that_mark, of_marks_that_are_tensors,
         of_marks_that_are_settings, of_the_mark_of_another_save, of_a_link_as_target, of_a_link_to_remove,
         of_what_is_no_name, of_the_own_mark,
@@ -107,9 +133,34 @@ def test_a_mark_has_no_say_over_the_files_of_others(tmp_path, change):
     said = json.loads(mark.read_text())
     change(said, folder)
     mark.write_text(json.dumps(said))
-    before = contents(tmp_path)
-    assert "a save to this checkpoint has not ended: " in values(folder)
-    assert contents(tmp_path) == before
+    is_refused_and_left(folder)
+
+
+def is_refused_and_left(folder):
+    before, found = contents(folder.parent), values(folder)
+    assert "a save to this checkpoint has not ended: " in found
+    assert found.endswith("Save again.")
+    assert contents(folder.parent) == before
+    if not (folder / "model.safetensors").is_symlink():
+        tt.save(net(3), folder, **MORE)
+        assert held_bits(tt.open(folder)["l0.bias"]) == held_bits(net(3)["l0"].bias)
+        assert not (folder / "model.safetensors.torn").exists()
+        assert not [name for name in file_names(folder) if name.startswith(".model")]
+
+
+def by_safetensors(folder):
+    save_file({"w": torch.ones(2)}, next(folder.glob("model-*.safetensors")))
+
+
+def without_its_file(folder):
+    next(folder.glob(".model-*.tmp")).unlink()
+
+
+@pytest.mark.parametrize("change", [by_safetensors, without_its_file], ids=lambda change: change.__name__)
+def test_a_folder_that_somebody_has_written_to_since_is_refused_and_left(tmp_path, change):
+    torn(tmp_path / "there")
+    change(tmp_path / "there")
+    is_refused_and_left(tmp_path / "there")
 
 
 def of_lists(mark):
@@ -157,7 +208,7 @@ def test_an_index_survives_whichever_way_the_folder_is_given(tmp_path, monkeypat
     prepared(tmp_path / "there", "plain shards")
     wanted = file_names(tmp_path / "there")
     os.symlink("there", "link")
-    dies_at_rename(at, lambda: tt.save(net(2), way, **_MORE))
+    dies_at_rename(at, lambda: tt.save(net(2), way, **MORE))
     assert is_marked(tmp_path / "there")
     assert values(way) == {name: held_bits(held) for name, held in net(2).state_dict().items()}
     assert file_names(tmp_path / "there") == wanted
@@ -167,9 +218,9 @@ def torn_with_an_optimizer(folder, at):
     """Make a folder with an optimizer, whose save died before its rename number ``at``; return both whole states."""
     for value in (1, 2):
         model, optimizer = trained(value)
-        tt.distributed.save(model, folder.with_name(str(value)), optimizer=optimizer, **_MORE)
+        tt.distributed.save(model, folder.with_name(str(value)), optimizer=optimizer, **MORE)
     shutil.copytree(folder.with_name("1"), folder)
-    assert dies_at_rename(at, lambda: tt.distributed.save(model, folder, optimizer=optimizer, **_MORE))
+    assert dies_at_rename(at, lambda: tt.distributed.save(model, folder, optimizer=optimizer, **MORE))
     assert is_marked(folder / "optimizer")
     return [values(folder.with_name(f"{value}") / "optimizer") for value in (1, 2)]
 
@@ -240,7 +291,7 @@ def test_a_reader_leaves_a_save_alone_that_runs_on_another_machine(tmp_path, mon
     """There are file systems, such as BeeGFS, whose locks hold on one machine only."""
     prepared(tmp_path / "there", "plain shards")
     wanted = file_names(tmp_path / "there")
-    first, stock = Paused(monkeypatch, tmp_path / "there", 2, at, **_MORE), time.sleep
+    first, stock = Paused(monkeypatch, tmp_path / "there", 2, at, **MORE), time.sleep
     monkeypatch.setattr(locks, "try_to_own", lambda descriptor: None)
     monkeypatch.setattr(platform, "node", lambda: "elsewhere")
     monkeypatch.setattr(time, "sleep", lambda seconds: first.go() if seconds == marks._STILL else stock(seconds))
@@ -261,7 +312,7 @@ def test_a_save_that_died_on_another_machine_is_ended(tmp_path, monkeypatch):
 def test_a_save_whose_mark_another_one_has_removed_is_done(tmp_path, monkeypatch):
     """That happens where locks do not hold."""
     prepared(tmp_path / "there", "plain shards")
-    first = Paused(monkeypatch, tmp_path / "there", 2, 4, **_MORE)
+    first = Paused(monkeypatch, tmp_path / "there", 2, 4, **MORE)
     (tmp_path / "there" / "model.safetensors.torn").unlink()
     first.go()
     assert first.error is None
@@ -288,3 +339,45 @@ def test_a_checkpoint_that_another_library_has_put_beside_a_torn_one_gets_no_riv
     before = contents(tmp_path)
     assert "model.safetensors has been added since" in values(tmp_path)
     assert contents(tmp_path) == before
+
+
+def test_a_reader_waits_for_a_save_that_runs(tmp_path, monkeypatch):
+    prepared(tmp_path / "there", "plain shards")
+    first = Paused(monkeypatch, tmp_path / "there", 2, 2, **MORE)
+    found = []
+    reader = threading.Thread(target=lambda: found.append(values(tmp_path / "there")))
+    reader.start()
+    reader.join(0.1)
+    assert not found
+    first.go()
+    reader.join(30)
+    assert found == [{name: held_bits(held) for name, held in net(2).state_dict().items()}]
+
+
+def test_a_reader_that_may_not_write_says_so(tmp_path, monkeypatch):
+    torn(tmp_path / "there")
+
+    def refuse(*arguments):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "replace", refuse)
+    assert "has not ended: Permission denied. Save again." in values(tmp_path / "there")
+    monkeypatch.undo()
+    assert values(tmp_path / "there") == {name: held_bits(held) for name, held in net(2).state_dict().items()}
+
+
+@pytest.mark.parametrize("at", range(6))
+def test_a_folder_of_an_optimizer_that_is_elsewhere_is_never_half_exchanged(tmp_path, at):
+    """The mark of the outer folder cannot say what is left in a folder behind a symbolic link, so both are refused."""
+    for value in (1, 2):
+        model, optimizer = trained(value)
+        tt.distributed.save(model, tmp_path / str(value), optimizer=optimizer)
+    states = [tuple(values(tmp_path / f"{value}{where}") for where in ("", "/optimizer")) for value in (1, 2)]
+    there = tmp_path / "1"
+    (there / "optimizer").rename(tmp_path / "elsewhere")
+    (there / "optimizer").symlink_to(tmp_path / "elsewhere")
+    dies_at_rename(at, lambda: tt.distributed.save(model, there, optimizer=optimizer))
+    found = values(there), values(tmp_path / "elsewhere")
+    assert found in states or any("has not ended" in one for one in found if isinstance(one, str))
+    tt.distributed.save(model, there, optimizer=optimizer)
+    assert tuple(values(there / where) for where in ("", "optimizer")) == states[1]
