@@ -51,6 +51,7 @@ NEEDED_ELSEWHERE = {
     "gpu/trial_kernel.py": {"triton"},
     "integrations/accelerate.py": {"accelerate"},
     "integrations/bitsandbytes.py": {"bitsandbytes"},
+    "integrations/diffusers.py": {"diffusers"},
     "integrations/peft.py": {"peft"},
     "integrations/transformers.py": {"transformers"},
     "integrations/transformers_building.py": {"transformers"},

@@ -74,7 +74,14 @@ def _tell_peft(model: nn.Module, path: str) -> None:
         from . import peft  # noqa: F401 - its import patches PEFT
 
 
-LISTENERS = {"peft": _tell_peft, _MODELING: _tell_transformers}
+def _tell_diffusers(model: nn.Module, path: str) -> None:
+    """Let ``save_pretrained`` write Weights."""
+    _whole(_DIFFUSERS)
+    with suppress(ImportError):  # an unsupported version of diffusers
+        from . import diffusers  # noqa: F401 - its import prepares save_pretrained
+
+
+LISTENERS = {"peft": _tell_peft, _MODELING: _tell_transformers, _DIFFUSERS: _tell_diffusers}
 """Functions that prepare an imported library for the Weights of a module; see ``exchange.LISTENERS``."""
 
 

@@ -1,16 +1,12 @@
 """transformers: ``from_pretrained`` quantizes at load, and ``save_pretrained`` writes Weights that it reads back.
 
 Importing this registers the method ``torchtether``, and lets ``resize_token_embeddings`` keep a head that is a Weight.
-
-``save_pretrained`` writes part ``p`` of the Weight ``n`` under the key ``n.p``, as ``tt.save`` does. The specs of the
-Weights are in ``config.json`` (``quantization_config["weights"]``), because transformers splits tensors into files
-without our records. Folders by ``tt.save`` have the same keys, and the record in the files.
+``quantization_config.py`` says how Weights are stored.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from fnmatch import fnmatchcase
 from functools import wraps
 from inspect import signature
 from typing import Any
@@ -32,24 +28,20 @@ except ImportError:
     raise
 
 from ..conversion.quantizing import dequantize
-from ..conversion.selection import Rules, schemes_for
-from ..errors import ArgumentError, CheckpointError
+from ..errors import CheckpointError
 from ..exchange.exchange import add_load_hook, tell_listeners
-from ..files.record import check_parts, part_key, weight_to_json
-from ..formats import native
-from ..schemes import Scheme, resolve, scheme_from_json
-from ..ties.components import shared_components, tie_of
+from ..files.record import check_parts, part_key
+from ..schemes import Scheme
 from ..ties.names import named_tensors
 from ..ties.records import find_ties
 from ..weights.spec import Tie, WeightSpec
 from ..weights.weight import Weight
-from .transformers_files import dtype_of, join_parts, specs_of, under_names_of
-
-METHOD = native.METHOD
+from .quantization_config import METHOD, LoadRules, check_device_map, encoded, frozen, in_parts, is_ours, specs_of
+from .transformers_files import dtype_of, join_parts, under_names_of
 
 
 @register_quantization_config(METHOD)
-class TetherConfig(QuantizationConfigMixin):  # type: ignore[misc]
+class TetherConfig(LoadRules, QuantizationConfigMixin):  # type: ignore[misc]
     """Configure which parameters ``from_pretrained`` quantizes, and how.
 
     ``scheme``    a scheme or its name, for the weights of ``nn.Linear`` and experts, and for their aliases
@@ -59,54 +51,6 @@ class TetherConfig(QuantizationConfigMixin):  # type: ignore[misc]
     >>> TetherConfig("int8", rules={"lm_head.weight": None}).to_dict()["scheme"]
     'int8'
     """
-
-    def __init__(
-        self,
-        scheme: Scheme | str | None = None,
-        *,
-        rules: Mapping[str, Scheme | str | None] | None = None,
-        weights: Mapping[str, Any] | None = None,
-        **others: Any,
-    ) -> None:
-        self.quant_method = METHOD  # type: ignore[assignment]
-        if isinstance(scheme, Mapping) and "kind" not in scheme:
-            raise ArgumentError("is a mapping, not a scheme", name="scheme", fix="Give rules by glob as rules=.")
-        self.scheme = _to_json(scheme)
-        self.rules = {glob: _to_json(one) for glob, one in (rules or {}).items()}
-        self.weights = dict(weights or {})
-        for one in (self.scheme, *self.rules.values()):
-            _from_json(one)
-
-    def schemes(self, model: nn.Module, ties: tuple[Tie, ...]) -> dict[str, Scheme]:
-        """Return the scheme of each parameter of ``model`` that will be quantized, by its owner's name.
-
-        Raises RuleError and SchemeError as ``tt.quantize`` does.
-        """
-        rules: Rules = {glob: _from_json(one) for glob, one in self.rules.items()}
-        chosen = schemes_for(model, rules, ties) if rules else {}
-        if self.scheme is None:
-            return chosen
-        by_scheme = schemes_for(model, _from_json(self.scheme), ties)
-        return {**{n: s for n, s in by_scheme.items() if not self._is_ruled(n, ties)}, **chosen}
-
-    def specs(self) -> dict[str, WeightSpec]:
-        """Return the specs of a saved model's Weights, by name. Raise SchemeError for an invalid spec."""
-        return {name: WeightSpec.from_json(dict(entry)) for name, entry in self.weights.items()}
-
-    def _is_ruled(self, name: str, ties: tuple[Tie, ...]) -> bool:
-        names = next((tie.names for tie in ties if name in tie.names), (name,))
-        return any(fnmatchcase(one, glob) for one in names for glob in self.rules)
-
-
-def _to_json(scheme: Scheme | str | Mapping[str, Any] | None) -> Any:
-    """Return ``scheme`` as a JSON value: ``None``, a name, or the fields of a scheme."""
-    return scheme.to_json() if isinstance(scheme, Scheme) else scheme
-
-
-def _from_json(value: Any) -> Scheme | None:
-    if value is None:
-        return None
-    return scheme_from_json(value) if isinstance(value, Mapping) else resolve(value)
 
 
 class _Encode(ConversionOps):  # type: ignore[misc]
@@ -127,8 +71,7 @@ class _Encode(ConversionOps):  # type: ignore[misc]
             values = value[0] if isinstance(value, list) else value
             scheme = self.hf_quantizer.chosen.pop(name, None)
             if scheme is not None and values.shape == model.get_parameter(name).shape:
-                is_encoded = isinstance(values, Weight) and values.scheme == scheme  # a state dict may hold Weights
-                values = _frozen(values if is_encoded else Weight.encode(values, scheme))
+                values = encoded(values, scheme)  # a state dict may hold Weights
             made[name] = values
             if missing_keys is not None:
                 missing_keys.discard(name)
@@ -159,12 +102,7 @@ class _Rebuild(ConversionOps):  # type: ignore[misc]
         check_parts(full_layer_name, spec, found, name=full_layer_name)
         dtype = spec.dtype if model is None else dtype_of(model, full_layer_name)
         parts = {part: found[part_key(full_layer_name, part)] for part in spec.scheme.layout(spec.base)}
-        return {full_layer_name: _frozen(Weight(parts, spec).to(dtype))}
-
-
-def _frozen(weight: Tensor) -> nn.Parameter:
-    """Return ``weight`` as a frozen parameter: an optimizer's steps below the rounding step would be lost."""
-    return nn.Parameter(weight, requires_grad=False)
+        return {full_layer_name: frozen(Weight(parts, spec).to(dtype))}
 
 
 @register_quantizer(METHOD)
@@ -186,9 +124,8 @@ class TetherQuantizer(HfQuantizer):  # type: ignore[misc]
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
         """Raise ImportError for an old transformers, CheckpointError for "disk": accelerate would read floats there."""
         check_version()
-        if isinstance(device_map, Mapping) and "disk" in device_map.values():
-            fix = "Load without it, then tt.save(model, dir) and accelerate.cpu_offload(..., state_dict=tt.open(dir))."
-            raise CheckpointError("a Weight cannot be placed on 'disk'", name="device_map", fix=fix)
+        fix = "Load without it, then tt.save(model, dir) and accelerate.cpu_offload(..., state_dict=tt.open(dir))."
+        check_device_map(device_map, fix)
 
     def _process_model_before_weight_loading(
         self, model: nn.Module, checkpoint_files: list[str] | None = None, **kwargs: Any
@@ -197,9 +134,7 @@ class TetherQuantizer(HfQuantizer):  # type: ignore[misc]
         self.specs, self._own = under_names_of(model, specs)
         self.pre_quantized = bool(self.specs)
         if not self.specs:
-            ties = _ties_of(model)
-            chosen, names = self.quantization_config.schemes(model, ties), {tie.owner: tie.names for tie in ties}
-            self.chosen = {name: scheme for owner, scheme in chosen.items() for name in names.get(owner, (owner,))}
+            self.chosen = self.quantization_config.schemes(model, _ties_of(model))
         return model
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> nn.Module:
@@ -274,16 +209,7 @@ class TetherQuantizer(HfQuantizer):  # type: ignore[misc]
             return given, {}
         tensors: Mapping[str, Tensor] = model.state_dict() if given is None else given
         held = {name: _in_memory(model, name, one) for name, one in tensors.items() if isinstance(one, Weight)}
-        ties = [tie_of(component) for component in shared_components(held)]
-        aliases = {alias for tie in ties if tie is not None for alias in tie.aliases}
-        state: dict[str, Tensor] = {}
-        specs: dict[str, Any] = {}
-        for name, tensor in tensors.items():
-            if name not in held:
-                state[name] = tensor
-            elif name not in aliases:
-                specs[name] = weight_to_json(held[name].spec)
-                state |= {part_key(name, part): one.detach() for part, one in held[name].parts.items()}
+        state, specs = in_parts({**tensors, **held})
         self.quantization_config.weights = specs
         self._undo_conversions(model, not specs)
         if not specs:  # the model was dequantized after loading, or the given tensors are plain
@@ -379,7 +305,7 @@ def _as_held(original: Any) -> Any:
             finally:
                 quantizer.given = None
         config, found = model.config, getattr(model.config, "quantization_config", None)
-        if quantizer is not None or not _is_ours(found):
+        if quantizer is not None or not is_ours(found):
             return original(model, *args, **kwargs)
         del config.quantization_config
         try:
@@ -388,11 +314,6 @@ def _as_held(original: Any) -> Any:
             config.quantization_config = found
 
     return save_pretrained
-
-
-def _is_ours(config: Any) -> bool:
-    """Return whether ``config`` is ours; it is a mapping if a model's config was read from a folder by itself."""
-    return isinstance(config, TetherConfig) or (isinstance(config, Mapping) and config.get("quant_method") == METHOD)
 
 
 if not hasattr(PreTrainedModel._get_resized_lm_head, "__wrapped__"):

@@ -1,35 +1,19 @@
-"""Weights in the files of transformers: their specs, their names, and state dicts with parts in place of Weights."""
+"""Weights in the files of transformers: their names, their dtypes, and state dicts with parts in place of Weights."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, build_glob_alternation, rename_source_key
 
-from ..checkpoint.reader import Checkpoint
 from ..errors import CheckpointError
-from ..files.index import index_of
 from ..files.record import check_parts, part_key
-from ..formats import native
 from ..ties.names import named_tensors
 from ..weights.spec import WeightSpec
 from ..weights.weight import Weight
-
-
-def specs_of(files: list[str]) -> dict[str, WeightSpec]:
-    """Return the specs of the Weights in our own checkpoint files, by name; empty for files of other formats.
-
-    Only headers are read. Raises CheckpointError if a part is absent or has a wrong dtype or shape.
-    """
-    first = Path(files[0])
-    with Checkpoint(first if len(files) == 1 else index_of(first) or first.parent) as checkpoint:
-        if checkpoint.format != native.name:
-            return {}
-        return {name: entry.spec for name, entry in checkpoint.entries.items() if entry.spec is not None}
 
 
 def under_names_of(model: Any, specs: Mapping[str, WeightSpec]) -> tuple[dict[str, WeightSpec], list[str]]:

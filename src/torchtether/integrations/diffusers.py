@@ -1,0 +1,213 @@
+"""diffusers: ``from_pretrained`` quantizes at load, and ``save_pretrained`` writes Weights that it reads back.
+
+Importing this registers the method ``torchtether``, for models, and for pipelines by their components, some of which
+are of transformers. ``quantization_config.py`` says how Weights are stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import wraps
+from typing import Any
+
+import diffusers
+from diffusers.configuration_utils import FrozenDict
+from diffusers.models.modeling_utils import ModelMixin
+from diffusers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
+from diffusers.quantizers.base import DiffusersQuantizer
+from diffusers.quantizers.quantization_config import QuantizationConfigMixin
+from torch import Tensor, nn
+
+from ..conversion.quantizing import dequantize
+from ..errors import CheckpointError
+from ..exchange.exchange import add_load_hook, tell_listeners
+from ..exchange.refusals import ON_DISK, is_on_disk
+from ..files.record import part_key
+from ..schemes import Scheme
+from ..ties.names import named_tensors
+from ..ties.records import find_ties
+from ..weights.spec import WeightSpec
+from ..weights.weight import Weight
+from .quantization_config import METHOD, LoadRules, check_device_map, encoded, frozen, in_parts, is_ours, specs_of
+
+if not hasattr(DiffusersQuantizer, "maybe_update_loaded_keys"):
+    raise ImportError(
+        f"diffusers: this is {diffusers.__version__}, and Weights in its folders need 0.39 or newer. Update diffusers, "
+        "or use tt.quantize, tt.load and tt.save."
+    )
+with suppress(ImportError):  # without it, text encoders of a pipeline would get random values, with only a warning
+    from . import transformers  # noqa: F401
+
+
+class TetherConfig(LoadRules, QuantizationConfigMixin):  # type: ignore[misc]
+    """Configure which parameters ``from_pretrained`` quantizes, and how.
+
+    ``scheme``    a scheme or its name, for the weights of ``nn.Linear``
+    ``rules``     as in ``tt.quantize``: a glob over parameter names to a scheme or ``None``; they take precedence
+    ``weights``   the specs of a saved model's Weights, by name; written by ``save_pretrained``
+
+    >>> TetherConfig("int8", rules={"proj_out.weight": None}).to_dict()["scheme"]
+    'int8'
+    """
+
+    def to_diff_dict(self) -> dict[str, Any]:
+        """Return all entries: diffusers asks for it where it prints a config."""
+        return self.to_dict()  # type: ignore[no-any-return]
+
+
+class TetherQuantizer(DiffusersQuantizer):  # type: ignore[misc]
+    """The quantizer with which diffusers loads and saves models whose parameters are Weights."""
+
+    use_keep_in_fp32_modules = True
+    quantization_config: TetherConfig
+
+    def __init__(self, quantization_config: TetherConfig, **kwargs: Any) -> None:
+        super().__init__(quantization_config, **kwargs)
+        self._chosen: dict[str, Scheme] = {}
+        self._specs: dict[str, WeightSpec] = {}
+        self._parts: dict[str, dict[str, Tensor]] = {}
+        """The parts of Weights that have been read, by name, until all of one are there."""
+
+    def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
+        """Raise CheckpointError for "disk" in ``device_map``."""
+        check_device_map(device_map, "Load without it, then call apply_group_offloading.")
+
+    def maybe_update_loaded_keys(self, loaded_keys: list[str], checkpoint_files: list[str]) -> list[str]:
+        """Return ``loaded_keys`` with the names of Weights in place of the keys of their parts.
+
+        Raises CheckpointError if a part is absent or has a wrong dtype or shape.
+        """
+        self._specs = specs_of(checkpoint_files) if self.pre_quantized else {}
+        names = {key: name for name, spec in self._specs.items() for key in _keys(name, spec).values()}
+        return list(dict.fromkeys(names.get(key, key) for key in loaded_keys))
+
+    def maybe_update_state_dict(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Return the tensors of one file with Weights in place of their parts, which may be in several files."""
+        state = dict(state_dict)
+        for name, spec in self._specs.items():
+            keys = _keys(name, spec)
+            read = self._parts.setdefault(name, {})
+            read |= {part: state.pop(key) for part, key in keys.items() if key in state}
+            if len(read) == len(keys):
+                state[name] = Weight(self._parts.pop(name), spec)
+        return state
+
+    @property
+    def supports_parallel_loading(self) -> bool:
+        """Return False: the parts of a Weight may be in two files."""
+        return False
+
+    def _process_model_before_weight_loading(self, model: nn.Module, **kwargs: Any) -> None:
+        config = self.quantization_config
+        if not self._specs:
+            if self.pre_quantized and not (config.scheme or config.rules):
+                what = "config.json says that torchtether has quantized the model, but these files hold no Weights"
+                fix = "Remove its quantization_config, or the files that diffusers should not read."
+                raise CheckpointError(what, name=type(model).__name__, fix=fix)
+            self._chosen = config.schemes(model, find_ties(model))
+
+    def check_if_quantized_param(  # type: ignore[override]
+        self, model: Any, param_value: Tensor, param_name: str, *args: Any, **kwargs: Any
+    ) -> bool:
+        """Return whether the parameter is a Weight, or will be encoded."""
+        return isinstance(param_value, Weight) or param_name in self._chosen
+
+    def check_quantized_param_shape(self, param_name: str, current_param: Tensor, loaded_param: Tensor) -> None:  # type: ignore[override]
+        """Raise CheckpointError: diffusers asks this of shapes that differ."""
+        what = f"has the shape {tuple(loaded_param.shape)} in the files, and {tuple(current_param.shape)} in the model"
+        raise CheckpointError(what, name=param_name)
+
+    def create_quantized_param(  # type: ignore[override]
+        self, model: nn.Module, param_value: Tensor, param_name: str, target_device: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        """Put the Weight of ``param_value`` into ``model``, frozen, on ``target_device``."""
+        values, scheme = param_value.detach().to(target_device), self._chosen.get(param_name)
+        path, _, leaf = param_name.rpartition(".")
+        setattr(model.get_submodule(path), leaf, encoded(values, scheme) if scheme else frozen(values))
+
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        model.is_quantized = False  # else diffusers forbids ``.half()``, which Weights support
+        names = [name for name, tensor in named_tensors(model).items() if isinstance(tensor, Weight)]
+        for path in {name.rpartition(".")[0] for name in names}:
+            add_load_hook(model.get_submodule(path))
+        tell_listeners(model, names)
+        return model
+
+    def get_state_dict_and_metadata(
+        self, state_dict: Mapping[str, Tensor], safe_serialization: bool = False
+    ) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Return ``state_dict`` with the parts of each Weight in place of it, and no metadata."""
+        return in_parts(state_dict)[0], {}
+
+    @property
+    def is_serializable(self) -> bool:
+        """Return True: ``save_pretrained`` can write the model."""
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        """Return True: parameters that are not quantized can be trained."""
+        return True
+
+    @property
+    def is_compileable(self) -> bool:
+        """Return True: ``torch.compile`` supports the model."""
+        return True
+
+    def _dequantize(self, model: nn.Module) -> nn.Module:
+        return dequantize(model)
+
+
+def _keys(name: str, spec: WeightSpec) -> dict[str, str]:
+    """Return the keys of the stored parts of the Weight ``name``, by part."""
+    return {part: part_key(name, part) for part in spec.scheme.layout(spec.base)}
+
+
+@contextmanager
+def _described(model: Any) -> Iterator[None]:
+    """Let ``save_pretrained`` inside the block store the Weights of ``model``, and describe them in ``config.json``.
+
+    Raises CheckpointError for Weights that it cannot store: tied ones, and those whose values are elsewhere.
+    """
+    tensors = model.state_dict()
+    weights = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, Weight)}
+    if weights and is_on_disk(model.modules()):
+        raise CheckpointError(ON_DISK, name=next(iter(weights)), fix="Save before you offload.")
+    for name, weight in weights.items():
+        if weight.is_meta:
+            raise CheckpointError("is on meta and has no values", name=name, fix="Save before you offload.")
+    quantizer, config = vars(model).get("hf_quantizer"), model.config
+    held = config.get("quantization_config")
+    made = TetherConfig(**{**dict(held or {}), "weights": {}}) if is_ours(held) else TetherConfig()
+    _, made.weights = in_parts(weights)
+    if len(made.weights) < len(weights):
+        name = next(name for name in weights if name not in made.weights)
+        raise CheckpointError("is tied, which diffusers cannot store", name=name, fix="Save by tt.save(model, folder).")
+    entries = {key: value for key, value in config.items() if key != "quantization_config"}
+    model._internal_dict = FrozenDict({**entries, "quantization_config": made} if weights else entries)
+    model.hf_quantizer = TetherQuantizer(made) if weights else None
+    try:
+        yield
+    finally:
+        model._internal_dict, model.hf_quantizer = config, quantizer
+
+
+def _as_held(original: Any) -> Any:
+    """Make ``save_pretrained`` follow the tensors of the model, which may have been quantized after loading."""
+
+    @wraps(original)
+    def save_pretrained(model: Any, *args: Any, **kwargs: Any) -> Any:
+        is_held = any(isinstance(tensor, Weight) for tensor in named_tensors(model).values())
+        if not is_held and not is_ours(model.config.get("quantization_config")):
+            return original(model, *args, **kwargs)
+        with _described(model):
+            return original(model, *args, **kwargs)
+
+    return save_pretrained
+
+
+if METHOD not in AUTO_QUANTIZER_MAPPING:
+    AUTO_QUANTIZER_MAPPING[METHOD] = TetherQuantizer
+    AUTO_QUANTIZATION_CONFIG_MAPPING[METHOD] = TetherConfig
+    ModelMixin.save_pretrained = _as_held(ModelMixin.save_pretrained)  # type: ignore[method-assign]
