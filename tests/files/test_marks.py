@@ -78,6 +78,13 @@ def of_a_folder_without_that_mark(said, folder):
     of_a_folder_without_a_mark(said, folder)
 
 
+def of_a_file_that_somebody_writes_at_the_moment(said, folder):
+    said["marks"] = ["inner/model.safetensors.torn"]
+    hidden, target = folder / "inner/.model.safetensors.1.00000000.tmp", folder / "inner/model.safetensors"
+    hidden.write_bytes(b"the first half")
+    said["renames"].append([f"inner/{hidden.name}", f"inner/{target.name}", stamp_of(target), stamp_of(target)])
+
+
 def of_marks_that_are_tensors(said, folder):
     said["marks"] = ["other.safetensors"]
 
@@ -103,6 +110,12 @@ def of_a_link_to_remove(said, folder):
     said["removes"].append(["model.safetensors", stamp_of(folder / "model.safetensors")])
 
 
+def of_a_link_to_an_old_shard(said, folder):
+    shard = folder / "model-00009-of-00009.safetensors"
+    shard.symlink_to("../precious.safetensors")
+    said["removes"].append([shard.name, stamp_of(shard)])
+
+
 def of_what_is_no_name(said, folder):
     said["removes"].append(["model-\ud800-00001-of-00002.safetensors", None])
 
@@ -115,8 +128,9 @@ def of_the_own_mark(said, folder):
     "change",
     [
         of_a_parent, of_a_root, of_another_file, of_a_visible_file, of_numbers, of_the_words_of_older_marks,
-        of_another_stem, of_a_folder_without_a_mark, of_a_folder_without_that_mark, of_marks_that_are_tensors,
-        of_marks_that_are_settings, of_the_mark_of_another_save, of_a_link_as_target, of_a_link_to_remove,
+        of_another_stem, of_a_folder_without_a_mark, of_a_folder_without_that_mark,
+        of_a_file_that_somebody_writes_at_the_moment, of_marks_that_are_tensors,
+        of_marks_that_are_settings, of_the_mark_of_another_save, of_a_link_as_target, of_a_link_to_remove, of_a_link_to_an_old_shard,
         of_what_is_no_name, of_the_own_mark,
     ],
     ids=lambda change: change.__name__,
@@ -189,9 +203,14 @@ def of_a_stranger(mark):
     mark.write_text('{"part of": "model.safetensors.torn", "before": [["../precious", null], 3]}')
 
 
+def of_a_folder_elsewhere(mark):
+    torn(mark.parent.parent / "elsewhere")
+    mark.write_text(json.dumps({"part of": "elsewhere/model.safetensors.torn", "before": []}))
+
+
 @pytest.mark.parametrize(
     "change",
-    [of_lists, of_a_string, of_a_pipe, of_a_loop, of_a_number_without_end, of_a_stranger],
+    [of_lists, of_a_string, of_a_pipe, of_a_loop, of_a_number_without_end, of_a_stranger, of_a_folder_elsewhere],
     ids=lambda change: change.__name__,
 )
 def test_a_mark_that_makes_no_sense_is_refused_in_words(tmp_path, change):
@@ -199,6 +218,27 @@ def test_a_mark_that_makes_no_sense_is_refused_in_words(tmp_path, change):
     change(tmp_path / "there" / "model.safetensors.torn")
     assert "a save to this checkpoint has not ended: " in values(tmp_path / "there")
     assert is_marked(tmp_path / "there")
+    assert is_marked(tmp_path / "elsewhere") == (change is of_a_folder_elsewhere)
+
+
+def test_a_torn_checkpoint_does_not_disturb_one_of_another_name_beside_it(tmp_path):
+    torn(tmp_path / "there")
+    without_its_file(tmp_path / "there")
+    other = tmp_path / "there" / "other.safetensors"
+    for value in (3, 4):
+        tt.save(net(value), other)
+        assert values(other) == {name: held_bits(held) for name, held in net(value).state_dict().items()}
+    assert "has not ended" in values(tmp_path / "there")
+
+
+@pytest.mark.parametrize("at", range(1, 9))
+def test_a_save_of_the_weights_alone_ends_that_of_the_optimizer_too(tmp_path, at):
+    """The folder of the optimizer would never be read again: the mark around it, with the list, is gone afterwards."""
+    _, new = torn_with_an_optimizer(tmp_path / "there", at)
+    tt.save(net(3), tmp_path / "there", **MORE)
+    assert values(tmp_path / "there") == {name: held_bits(held) for name, held in net(3).state_dict().items()}
+    assert values(tmp_path / "there" / "optimizer") == new or at == 1
+    assert not is_marked(tmp_path / "there")
 
 
 @pytest.mark.parametrize("at", range(1, 6))

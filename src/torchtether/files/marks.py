@@ -136,8 +136,6 @@ def _describe_part(mark: Path, leader: str, steps: Sequence[Step]) -> dict[str, 
 def _name(outer: Path, path: Path) -> str:
     """Return the path of ``path`` from ``outer``, whichever way it is given; raise ValueError if it is elsewhere."""
     real = Path(os.path.realpath(path.parent)) / path.name
-    if path.is_symlink():
-        raise ValueError(path)
     return real.relative_to(os.path.realpath(outer)).as_posix()
 
 
