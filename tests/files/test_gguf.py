@@ -126,7 +126,9 @@ HUGE = 2**62
         (gguf([W], {"general.alignment": 0}), "general.alignment: it is 0"),
         (gguf([W], {"general.alignment": 24}), "general.alignment: it is 24"),
         (gguf([W], {"general.alignment": "32"}), "general.alignment: it is '32'"),
-        (gguf([W], {"split.count": (2, struct.pack("<H", 3))}), "one of 3 parts"),
+        (gguf([W], {"split.count": (2, struct.pack("<H", 3))}), "number None of 3 parts"),
+        (gguf([W], {"split.count": 3, "split.no": 3}), "number 3 of 3 parts"),
+        (gguf([W], {"split.count": 3, "split.no": 1}), "part 2 of 3, here it is 1 of 1"),
         (gguf([("", (2, 3), 0, ONES)]), "names that are empty"),
         (gguf([("torchtether.storage.w", (2, 3), 0, ONES)]), "begin with torchtether.storage."),
         (gguf([("n" * 2**17, (2, 3), 0, ONES)]), "has 131072 bytes, more than"),
@@ -170,3 +172,124 @@ def test_a_header_that_asks_for_memory_gets_none(tmp_path):
         _, peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()
         assert peak < 2**18
+
+
+# -- files in parts ---------------------------------------------------------------------------------------------------
+
+
+def part(name, number, count, tensors=None, **pairs):
+    """The bytes of a part that holds the tensor ``name``, six times its number."""
+    said = {"split.no": (2, struct.pack("<H", number)), "split.count": (2, struct.pack("<H", count))}
+    if tensors is not None:
+        said["split.tensors.count"] = (5, struct.pack("<i", tensors))
+    return gguf([(name, (2, 3), "F32", struct.pack("<6f", *[float(number)] * 6))], {**pairs, **said})
+
+
+def parts(folder, count=3, tensors=3, stem="x"):
+    """Write a file in ``count`` parts; return the path of each."""
+    pairs = [{"general.architecture": "llama", "llama.block_count": 2}, *[{}] * (count - 1)]
+    return [
+        written(folder, part(f"w{i}", i, count, tensors, **pairs[i]), f"{stem}-{i + 1:05d}-of-{count:05d}.gguf")
+        for i in range(count)
+    ]
+
+
+@pytest.mark.parametrize("tensors", [3, None])
+@pytest.mark.parametrize("at", [0, 1, 2, "folder"])
+def test_a_part_or_its_folder_stands_for_the_file(tmp_path, at, tensors):
+    paths = parts(tmp_path, tensors=tensors)
+    with tt.open(tmp_path if at == "folder" else paths[at]) as checkpoint:
+        assert {name: checkpoint[name].tolist() for name in checkpoint} == {f"w{i}": [[i] * 3] * 2 for i in range(3)}
+        assert json.loads(checkpoint.store.header.metadata[PAIRS]) == {
+            "general.architecture": "llama",
+            "llama.block_count": 2,
+        }
+
+
+def without(paths):
+    paths[1].unlink()
+
+
+def of_another(paths):
+    paths[1].write_bytes(part("w1", 1, 4, 4))
+
+
+def exchanged(paths):
+    first = paths[0].read_bytes()
+    paths[0].write_bytes(paths[1].read_bytes())
+    paths[1].write_bytes(first)
+
+
+def whole(paths):
+    paths[2].write_bytes(gguf([("w2", (2, 3), "F32", ONES)]))
+
+
+def fewer(paths):
+    paths[2].write_bytes(part("w2", 2, 3, 7))
+
+
+def twice(paths):
+    paths[2].write_bytes(part("w1", 2, 3, 3))
+
+
+def other_kind(paths):
+    tt.save({"w2": torch.ones(2)}, paths[2].with_suffix(".safetensors"))
+    paths[2].with_suffix(".safetensors").rename(paths[2])
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (without, "the part x-00002-of-00003.gguf does not exist. Fetch every part."),
+        (of_another, "it says that it is part 2 of 4, here it is 2 of 3"),
+        (exchanged, "it says that it is part 2 of 3, here it is 1 of 3"),
+        (whole, "its name says that it is one of 3 parts, and it says nothing of parts"),
+        (fewer, "it says that all parts have 7 tensors, and they have 3"),
+        (twice, "x-00002-of-00003.gguf also stores this name"),
+        (other_kind, "does not begin with 'GGUF'"),
+    ],
+    ids=lambda one: getattr(one, "__name__", ""),
+)
+def test_parts_that_do_not_belong_together_are_refused(tmp_path, change, said):
+    paths = parts(tmp_path)
+    change(paths)
+    for path in (paths[0], tmp_path):
+        with pytest.raises(tt.CheckpointError) as caught:
+            tt.open(path)
+        assert said in str(caught.value)
+        assert "\n" not in str(caught.value)
+
+
+def test_a_folder_with_the_parts_of_two_files_names_each_once(tmp_path):
+    parts(tmp_path, stem="q4")
+    parts(tmp_path, 2, 2, stem="q8")
+    assert "several GGUF files: q4-00001-of-00003.gguf, q8-00001-of-00002.gguf" in refused(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name", ["x-00001-of-00001.gguf", "x-00003-of-00002.gguf", "x-1-of-2.gguf", "x-00000-of-00002.gguf"]
+)
+def test_a_whole_file_may_have_such_a_name(tmp_path, name):
+    path = written(tmp_path, gguf([W]), name)
+    assert list(tt.open(path)) == ["w"]
+
+
+def test_one_part_is_whole_as_gguf_split_writes_it(tmp_path):
+    (path,) = parts(tmp_path, 1, 1)
+    assert list(tt.open(path)) == ["w0"]
+
+
+def test_a_record_in_the_first_part_is_that_of_all(tmp_path):
+    """As ``gguf-split`` makes them of a file by ``tt.save``: it copies all pairs to the first part."""
+    model = {"a": tt.Weight.encode(torch.randn(4, 64), tt.int8(32, scale_dtype=torch.float16))}
+    model["b"] = model["a"]
+    tt.save(model, tmp_path / "whole.gguf", format="gguf")
+    with Store(tmp_path / "whole.gguf") as store:
+        record = store.header.metadata["torchtether"]
+        raw = store.files[0].read("a").numpy().tobytes()
+    first = gguf([W], {"torchtether": record, "split.no": 0, "split.count": 2})
+    second = gguf([("a", (4, 64), "Q8_0", raw)], {"split.no": 1, "split.count": 2})
+    written(tmp_path, first, "x-00001-of-00002.gguf"), written(tmp_path, second, "x-00002-of-00002.gguf")
+    with tt.open(tmp_path / "x-00001-of-00002.gguf") as checkpoint:
+        assert [tie.names for tie in checkpoint.ties] == [("a", "b")]
+        assert torch.equal(checkpoint["b"].dequantize(), model["a"].dequantize())

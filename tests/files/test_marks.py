@@ -130,8 +130,8 @@ def of_the_own_mark(said, folder):
         of_a_parent, of_a_root, of_another_file, of_a_visible_file, of_numbers, of_the_words_of_older_marks,
         of_another_stem, of_a_folder_without_a_mark, of_a_folder_without_that_mark,
         of_a_file_that_somebody_writes_at_the_moment, of_marks_that_are_tensors,
-        of_marks_that_are_settings, of_the_mark_of_another_save, of_a_link_as_target, of_a_link_to_remove, of_a_link_to_an_old_shard,
-        of_what_is_no_name, of_the_own_mark,
+        of_marks_that_are_settings, of_the_mark_of_another_save, of_a_link_as_target,
+        of_a_link_to_remove, of_a_link_to_an_old_shard, of_what_is_no_name, of_the_own_mark,
     ],
     ids=lambda change: change.__name__,
 )  # fmt: skip

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 import torchtether as tt
 from tests.strategies import examples
+from torchtether.cli.main import main
 from torchtether.formats.gguf_blocks import CODECS
 
 pytestmark = pytest.mark.peers
@@ -108,3 +109,31 @@ def test_it_reads_what_we_write(kind, lead, blocks, pattern, seed, tmp_path_fact
     for name, tensor in plain.items():
         assert same(tensor.float(), gguf.dequantize(read[name].data, read[name].tensor_type))
     assert {key: reader.get_field(key).contents() for key in pairs} == pairs
+
+
+@pytest.mark.parametrize("split", [{"split_max_tensors": 2}, {"split_max_size": 2000}], ids=str)
+def test_what_it_splits(tmp_path, split):
+    made = {f"{kind}.{i}": (np.random.default_rng(i).standard_normal((4, 64)).astype(np.float32), kind)
+            for kind in ("F32", "Q8_0", "Q4_0") for i in range(2)}  # fmt: skip
+    writer = gguf.GGUFWriter(str(tmp_path / "x.gguf"), "llama", **split)
+    writer.add_block_count(1)
+    writer.add_token_list(["a", "b"])
+    for name, (source, kind) in made.items():
+        number = gguf.GGMLQuantizationType[kind]
+        writer.add_tensor(name, gguf.quantize(source, number), raw_dtype=number)
+    writer.write_header_to_file(tmp_path / "x.gguf")
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    paths = sorted(tmp_path.iterdir())
+    assert len(paths) > 1
+    read = {tensor.name: tensor for path in paths for tensor in gguf.GGUFReader(str(path)).tensors}
+    assert read.keys() == made.keys()
+    for name, tensor in read.items():
+        assert same(values(paths[0], name), gguf.dequantize(tensor.data, tensor.tensor_type))
+
+    assert main(["convert", str(paths[-1]), str(tmp_path / "joined.gguf"), "--format", "gguf"]) == 0
+    joined = gguf.GGUFReader(str(tmp_path / "joined.gguf"))
+    assert not [key for key in joined.fields if key.startswith("split.")]
+    assert joined.fields["tokenizer.ggml.tokens"].contents() == ["a", "b"]
+    assert {one.name: one.data.tobytes() for one in joined.tensors} == {n: t.data.tobytes() for n, t in read.items()}

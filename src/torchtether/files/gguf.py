@@ -15,6 +15,7 @@ import json
 import math
 import struct
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -42,6 +43,18 @@ _BOOL, _STRING, _ARRAY = 7, 8, 9
 _UINT32 = 4
 
 
+_PART_KEYS = ("split.no", "split.count", "split.tensors.count")
+
+
+@dataclass(frozen=True)
+class Part:
+    """Which part of a file this is: its number from 0, how many there are, and the tensors of all, if it says so."""
+
+    number: int
+    count: int
+    tensors: int | None
+
+
 class RawValue(bytes):
     """The value of a pair with its type, as a file stores it."""
 
@@ -50,11 +63,13 @@ class GgufFile(TensorFile):
     """An open GGUF file: quantized tensors are uint8 (*lead, bytes per row), ``Stored.packing`` names their type.
 
     ``header.metadata`` has the key ``PAIRS``, and ``KEY`` in a file that has our record. Arrays (the vocabulary of a
-    tokenizer) are skipped; ``raw_pairs`` reads them too.
+    tokenizer) are skipped; ``raw_pairs`` reads them too. ``part`` says which part of a file it is; ``None`` if whole.
     """
 
+    part: Part | None = None
+
     def raw_pairs(self) -> dict[str, RawValue]:
-        """Return the value of every pair, as it is stored, except that of our record."""
+        """Return the value of every pair, as it is stored, except those of our record and about parts."""
         cursor = _Cursor(self, self._size)
         cursor.counts()
         made = {}
@@ -64,7 +79,8 @@ class GgufFile(TensorFile):
             raw = bytearray(cursor.at - start)
             self._read(memoryview(raw), start, key)
             made[key] = RawValue(raw)
-        made.pop(KEY, None)
+        for key in (KEY, *_PART_KEYS):
+            made.pop(key, None)
         return made
 
     def _parse(self) -> Header:
@@ -77,7 +93,7 @@ class GgufFile(TensorFile):
                 cursor.fail("the file has this key twice", key)
             pairs[key] = cursor.value(key)
         alignment = _alignment(pairs, self.name)
-        _refuse_parts(pairs, self.name)
+        self.part = _take_part(pairs, self.name)
         infos: dict[str, tuple[Stored, int]] = {}
         for _ in range(tensors):
             key, stored, offset = cursor.info()
@@ -240,14 +256,14 @@ def _alignment(pairs: Mapping[str, tuple[int, Any]], name: str) -> int:
     return int(value)
 
 
-def _refuse_parts(pairs: Mapping[str, tuple[int, Any]], name: str) -> None:
-    _, count = pairs.get("split.count", (_UINT32, 0))
-    if isinstance(count, int) and count > 1:
-        raise CheckpointError(
-            f"it is one of {count} parts of a file, and parts cannot be read",
-            name=name,
-            fix="Join them with llama-gguf-split --merge.",
-        )
+def _take_part(pairs: dict[str, tuple[int, Any]], name: str) -> Part | None:
+    """Remove what ``pairs`` say about parts; return it, ``None`` for a whole file."""
+    number, count, tensors = (pairs.pop(key, (_UINT32, None))[1] for key in _PART_KEYS)
+    if not isinstance(count, int) or count < 2:
+        return None
+    if type(number) is not int or not 0 <= number < count or (tensors is not None and type(tensors) is not int):
+        raise CheckpointError(f"it says that it is number {number!r} of {count} parts", name=name)
+    return Part(number, count, tensors)
 
 
 def _check_places(tensors: Mapping[str, Stored], size: int, name: str) -> None:

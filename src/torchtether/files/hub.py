@@ -16,6 +16,7 @@ from typing import Any
 
 from ..errors import CheckpointError
 from .companions import why_left_out
+from .gguf_parts import first_parts, names_of_parts
 from .index import GGUF_SUFFIX, PICKLED, parse_index, with_shards
 from .names import INDEX_SUFFIX, SUFFIX
 from .opening import BESIDE
@@ -115,14 +116,16 @@ def wanted_weights(name: str, folder: Path, names: Iterable[str]) -> list[str]:
         return [*indexes, *(file.name for file in parse_index(folder / indexes[0]).files)]
     if is_single:
         return [f"model{SUFFIX}"]
-    files = tensors or files
-    if len(files) > 1 and not tensors:
-        what = f"the repository holds several GGUF files: {', '.join(files)}"
+    if tensors:
+        return tensors
+    wholes = first_parts(files)
+    if len(wholes) > 1:
+        what = f"the repository holds several GGUF files: {', '.join(wholes)}"
         raise CheckpointError(what, name=name, fix=_FETCH_ONE)
-    if not files:
+    if not wholes:
         fix = "Other files may hold code, and are not fetched. Download them, and give their path."
         raise CheckpointError("the repository has no safetensors or GGUF file at its top level", name=name, fix=fix)
-    return files
+    return names_of_parts(wholes[0])
 
 
 def _explained(hub: Any, error: Exception, path: str) -> CheckpointError:

@@ -17,6 +17,7 @@ from ..progress import Tick, no_tick
 from .batch import Batch
 from .dcp import DcpFile, is_dcp
 from .gguf import MAGIC, GgufFile
+from .gguf_parts import check_parts, first_parts, paths_of_parts
 from .header import Header, Stored
 from .hub import local_path
 from .index import GGUF_SUFFIX, PICKLED, Index, read_index, with_shards
@@ -62,10 +63,12 @@ class Store(Closing):
             with _readable(self.name):
                 for file in paths:
                     self.files.append(_kind(file)(file))
+            check_parts(self.files)
             self._home = _homes(self.files, self.index)
             self.header: Header = Header(
                 {key: self._home[key].header.tensors[key] for key in sorted(self._home)},
-                {key: value for file in self.files for key, value in file.header.metadata.items()},
+                # the first of the parts of a GGUF file has its pairs
+                {key: value for file in reversed(self.files) for key, value in file.header.metadata.items()},
             )
             self.record, self.has_record = _record(self.files, self.index)
             self.flat = {} if self.has_record else _flat_pairs(self.header, self.index)
@@ -228,22 +231,22 @@ def _check_headers(files: list[TensorFile], index: Index) -> None:
 
 
 def _record(files: list[TensorFile], index: Index | None) -> tuple[Record, bool]:
+    everything = {key: one for file in files for key, one in file.header.tensors.items()}
+    is_in_parts = len(files) > 1 and isinstance(files[0], GgufFile)  # the first has the record of all
     found = [
-        parse_record(file.header.metadata[KEY], file.header.tensors, name=file.name)
+        parse_record(file.header.metadata[KEY], everything if is_in_parts else file.header.tensors, name=file.name)
         for file in files
         if KEY in file.header.metadata
     ]
     where = str(index.path) if index else files[0].name
     record = Record.union(found, name=where)
-    stored = {key for file in files for key in file.header.tensors} if record.ties else set()
     for tie in record.ties:
         for alias in tie.aliases:
-            if (alias in stored or alias in record.weights) and alias not in record.copies:
+            if (alias in everything or alias in record.weights) and alias not in record.copies:
                 raise CheckpointError(
                     f"one shard stores it, another one lists it as an alias of {tie.owner}", name=f"{where}: {alias}"
                 )
     if index is not None and isinstance(index.metadata.get(KEY), str):
-        everything = {key: one for file in files for key, one in file.header.tensors.items()}
         whole = parse_record(index.metadata[KEY], everything, name=str(index.path))
         if whole.metadata() != record.with_checksums({}).metadata():  # only the records of files have checksums
             what = "the record in the index differs from the records in the shards"
@@ -267,7 +270,7 @@ def _find_files(path: Path) -> tuple[tuple[Path, ...], Index | None]:
     """Return the files of the checkpoint at ``path`` (a file, a folder, an index), and its index if it has one.
 
     In a folder, safetensors files have precedence over ``pytorch_model.bin``, as in transformers. A folder with neither
-    may hold one GGUF file.
+    may hold one GGUF file, in one part or in several. A path of one part is a path of all.
 
     Raises CheckpointError if there is no checkpoint, if there are several, or if a save of it has not ended.
     """
@@ -279,7 +282,7 @@ def _find_files(path: Path) -> tuple[tuple[Path, ...], Index | None]:
     if path.suffix == ".json":
         index = read_index(path)
         return index.files, index
-    return (path,), None
+    return paths_of_parts(path), None
 
 
 def _check_ended(path: Path) -> None:
@@ -316,9 +319,9 @@ def _find_in_folder(folder: Path) -> tuple[tuple[Path, ...], Index | None]:
     if files:
         check_every_shard(folder, (file.name for file in files))
         return tuple(files), None
-    others = _visible(folder, GGUF_SUFFIX)
+    others = first_parts(file.name for file in _visible(folder, GGUF_SUFFIX))
     if len(others) > 1:  # usually one model in several quantized types
-        names = ", ".join(file.name for file in others)
+        names = ", ".join(others)
         raise CheckpointError(
             f"the folder holds several GGUF files: {names}", name=str(folder), fix="Give the path of one."
         )
@@ -330,4 +333,4 @@ def _find_in_folder(folder: Path) -> tuple[tuple[Path, ...], Index | None]:
             name=str(folder),
             fix=f"Give the path of a folder in it that does: {describe_some(inner, 8)}." if inner else "",
         )
-    return tuple(others), None
+    return paths_of_parts(folder / others[0]), None
