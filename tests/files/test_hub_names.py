@@ -60,3 +60,18 @@ def test_without_the_library_one_line_says_so(capsys):
 def test_of_several_copies_of_the_weights_one_is_wanted(names, wanted, tmp_path):
     """The one that is read in such a folder."""
     assert hub.wanted_weights("org/name", tmp_path, names) == wanted
+
+
+@pytest.mark.parametrize("path", [
+    "hf://", "hf://org", "hf:///name", "hf://org/name/../x.gguf", "hf://org/name//x.gguf", "hf://org/name/a/./x.gguf",
+    "hf://o rg/name", "hf://org/name@/x.gguf",
+])  # fmt: skip
+def test_what_is_no_uri_of_a_repository_is_refused(path):
+    with pytest.raises(tt.CheckpointError, match="no name of a repository or of a file in one"):
+        tt.open(path)
+
+
+def test_a_uri_is_never_a_local_path():
+    Path("hf:/org/name").mkdir(parents=True)
+    with pytest.raises(tt.CheckpointError, match="huggingface_hub, which could fetch it, is not installed"):
+        local_path("hf://org/name")

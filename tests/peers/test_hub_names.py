@@ -5,6 +5,7 @@ import hashlib
 import http.server
 import json
 import os
+import struct
 import subprocess
 import sys
 import threading
@@ -15,6 +16,7 @@ import torch
 from torch import nn
 
 import torchtether as tt
+from tests.formats.ggufs import gguf
 from torchtether.cli.main import main
 
 hub = pytest.importorskip("huggingface_hub")
@@ -111,12 +113,80 @@ def test_no_pickle_and_no_link_out_of_the_cache_is_read(cache, tmp_path):
     ):
         tt.open("org/name", revision="pickled")
     put(cache, "d" * 40, {"a.gguf": b"", "b.gguf": b""}, "several")
-    with pytest.raises(tt.CheckpointError, match=r"several GGUF files: a.gguf, b.gguf. Fetch one with"):
+    with pytest.raises(
+        tt.CheckpointError, match=r"several GGUF files: a.gguf, b.gguf. Give one: hf://org/name/a.gguf."
+    ):
         tt.open("org/name", revision="several")
     folder = put(cache, "e" * 40, {"config.json": b"{}"}, "linked")
     (folder / "model.safetensors").symlink_to(tmp_path / "two" / "model.safetensors")
     with pytest.raises(tt.CheckpointError, match=r"model.safetensors links to a file outside of the cache"):
         tt.open("org/name", revision="linked")
+
+
+@pytest.fixture
+def many(cache, tmp_path):
+    """A repository with several checkpoints at its top level and in folders."""
+    files = {"config.json": b"{}", "tokenizer.json": b"{}", "pytorch_model.bin": b"code"}
+    for number, name in enumerate(["q4.gguf", "deep/er/q8.gguf"]):
+        files[name] = gguf([("w", (2, 32), "F32", struct.pack("<64f", *[number] * 64))])
+    for number in range(2):
+        data = [(f"w{number}", (2,), "F32", struct.pack("<2f", number, 2))]
+        files[f"big-{number + 1:05d}-of-00002.gguf"] = gguf(data, {"split.no": number, "split.count": 2})
+    for place, value in {"unet": 1.0, "vae [x]": 2.0}.items():
+        tt.save({"weight": torch.full((2, 32), value)}, tmp_path / place)
+        files[f"{place}/model.safetensors"] = (tmp_path / place / "model.safetensors").read_bytes()
+        files[f"{place}/config.json"] = json.dumps({"from": place}).encode()
+    tt.save({"w": torch.full((2, 50), 3.0), "v": torch.zeros(2, 50)}, tmp_path / "shards", max_shard_size=500)
+    files |= {f"shards/{file.name}": file.read_bytes() for file in (tmp_path / "shards").iterdir()}
+    put(cache, "f" * 40, files, "many")
+    return cache
+
+
+@pytest.mark.parametrize(
+    ("path", "name", "value"),
+    [
+        ("hf://org/name@many/q4.gguf", "w", 0),
+        ("hf://org/name@many/deep/er/q8.gguf", "w", 1),
+        ("hf://org/name@many/big-00001-of-00002.gguf", "w1", 1),
+        ("hf://org/name@many/big-00002-of-00002.gguf", "w0", 0),
+        ("hf://org/name@many/unet", "weight", 1),
+        ("hf://org/name@many/unet/", "weight", 1),
+        ("hf://org/name@many/vae [x]", "weight", 2),
+        ("hf://org/name@many/unet/model.safetensors", "weight", 1),
+        ("hf://org/name@many/shards", "w", 3),
+        ("hf://org/name@many/shards/model.safetensors.index.json", "w", 3),
+        ("hf://org/name@main", "0.bias", None),
+        ("hf://org/name", "0.bias", None),
+    ],
+)
+def test_a_uri_names_a_file_or_a_folder_of_a_repository(many, path, name, value):
+    with tt.open(path) as checkpoint:
+        found = checkpoint[name].flatten()[0]
+        assert found == (built().state_dict()[name][0] if value is None else value)
+    assert main(["inspect", path]) == 0
+
+
+@pytest.mark.parametrize("place", ["unet", "vae [x]", "unet/model.safetensors"])
+def test_the_config_is_that_of_the_folder_of_the_file(many, place):
+    with tt.open(f"hf://org/name@many/{place}") as checkpoint:
+        assert checkpoint.store.beside()["config.json"] == {"from": place.partition("/")[0]}
+
+
+def test_the_command_line_takes_uris(many, capsys):
+    assert main(["convert", "hf://org/name@many/q4.gguf", "made.safetensors"]) == 0
+    assert main(["quantize", "hf://org/name@many/unet", "made", "--rule", "*=int8"]) == 0
+    assert sorted(os.listdir("made")) == ["config.json", "model.safetensors"]
+    with tt.open("made.safetensors") as checkpoint:
+        assert checkpoint["w"].shape == (2, 32)
+    capsys.readouterr()
+    for path, words in {
+        "hf://org/name@many": "several GGUF files: big-00001-of-00002.gguf, q4.gguf. Give one: hf://org/name/big-0",
+        "hf://org/name@many/absent.gguf": "hf://org/name/absent.gguf: the repository has no such file. Correct",
+        "hf://org/name@many/absent": "org/name/absent: the repository has no safetensors or GGUF file",
+        "hf://org/name@many/pytorch_model.bin": "the repository has no safetensors or GGUF file",
+    }.items():
+        assert main(["inspect", path]) == 1
+        assert words in capsys.readouterr().err
 
 
 # -- a server ---------------------------------------------------------------------------------------------------------
@@ -166,6 +236,11 @@ def _digest(content):
 def test_only_the_files_that_are_needed_are_fetched(tmp_path):
     files = files_of(built(), tmp_path / "one", max_shard_size="17kB")
     files |= {"consolidated.safetensors": b"twice", "onnx/model.onnx": b"again", ".gitattributes": b"x"}
+    parts = {
+        f"deep/q4-{i + 1:05d}-of-00002.gguf": gguf([(f"w{i}", (1,), "F32", b"1234")], {"split.no": i, "split.count": 2})
+        for i in range(2)
+    }
+    files |= {**parts, "deep/q8.gguf": b"another", "deep/config.json": b"{}", "deep/tokenizer.json": b"{}"}
     weights = {name for name in files if name.startswith("model")}
     asked = set()
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Hub, files, asked))
@@ -187,6 +262,10 @@ def test_only_the_files_that_are_needed_are_fetched(tmp_path):
         done = run("inspect", "org/name")
         assert (done.returncode, done.stderr) == (0, "")
         assert asked == {*weights, "config.json"}
+        asked.clear()
+        done = run("inspect", "hf://org/name/deep/q4-00002-of-00002.gguf")
+        assert (done.returncode, done.stderr) == (0, "")
+        assert asked == {*parts, "deep/config.json"}
         asked.clear()
         done = run("convert", "org/name", "made")
         assert (done.returncode, done.stderr) == (0, "")

@@ -369,7 +369,9 @@ def open_checkpoint(path: Path | str, *, revision: str | None = None) -> Checkpo
     """Open the checkpoint at ``path``: a safetensors file, a folder of them, an index, or a ``torch.save`` file.
 
     Text like ``"org/name"``, if nothing has that path, is a repository of the Hugging Face Hub at ``revision`` (a
-    branch, a tag or a commit). huggingface_hub downloads the necessary files that its cache lacks, but no pickles.
+    branch, a tag or a commit), and ``"hf://org/name/x.gguf"`` a file or a folder in one. huggingface_hub downloads the
+    necessary files that its cache lacks, but no pickles. The path of a part of a GGUF file, ``x-00001-of-00003.gguf``,
+    stands for all parts.
 
     A ``.pt``, ``.pth`` or ``.bin`` file must contain a state dict, read with ``weights_only=True``; tensors that shared
     storage when they were saved are tied.

@@ -210,7 +210,7 @@ def _rule(text: str) -> tuple[str, Scheme | None]:
 
 _SOURCE = (
     "a file (.safetensors, .gguf, or of torch.save), a folder of such files, an index, a DCP folder, or "
-    "org/name[@revision] on the Hugging Face Hub"
+    "org/name[@revision] or hf://org/name[@revision]/path on the Hugging Face Hub"
 )
 _PATHS = {
     "path": _SOURCE,

@@ -53,8 +53,8 @@ def carry_over(source: Path, target: Path, read: frozenset[str] = frozenset()) -
     Some are left out because the tensors of ``target`` replace them: the files ``read``, the files that only describe
     their quantization, other weights beside them, and the same model for other programs or from earlier in training.
     Others are left out because they may not belong to the checkpoint: hidden files, files that are not regular, and
-    links, unless to a file in ``source`` or to a blob of the Hub cache of which ``source`` is a snapshot. Subfolders of
-    modules are copied with their weights.
+    links, unless to a file in ``source`` or to a blob of the Hub cache of which ``source`` is a snapshot, or in one.
+    Subfolders of modules are copied with their weights.
 
     Raises CheckpointError for a file that cannot be read; OSError where ``target`` cannot be written.
     """
@@ -99,7 +99,8 @@ def _reason(root: Path, folder: str, entry: os.DirEntry[str], place: Path) -> st
     is_folder = entry.is_dir(follow_symlinks=False)
     why = why_left_out(f"{folder}{entry.name}{'/x' if is_folder else ''}")
     if entry.is_symlink() and why != _HIDDEN:
-        is_blob = root.parent.name == "snapshots" and place.is_relative_to(root.parents[1] / "blobs")
+        snapshots = (one.parent for one in (root, *root.parents) if one.parent.name == "snapshots")
+        is_blob = any(place.is_relative_to(one.parent / "blobs") for one in snapshots)
         is_inside = place.is_relative_to(root) and "/." not in f"/{place.relative_to(root).as_posix()}"
         if not (is_blob or is_inside) or place.is_dir():
             return "links to folders, or to files outside of the source"

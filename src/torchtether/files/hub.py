@@ -21,9 +21,11 @@ from .index import GGUF_SUFFIX, PICKLED, parse_index, with_shards
 from .names import INDEX_SUFFIX, SUFFIX
 from .opening import BESIDE
 
-_NAME = re.compile(r"(?P<name>[A-Za-z0-9][\w.-]{0,95}/[\w.-]{1,96})(@(?P<revision>[^@\s]{1,200}))?", re.ASCII)
-_FETCH_ONE = "Fetch one with huggingface_hub.hf_hub_download, and give its path."
+_REPOSITORY = r"(?P<name>[A-Za-z0-9][\w.-]{0,95}/[\w.-]{1,96})"
+_NAME = re.compile(rf"{_REPOSITORY}(@(?P<revision>[^@\s]{{1,200}}))?", re.ASCII)
+_URI = re.compile(rf"hf://{_REPOSITORY}(@(?P<revision>[^@\s/]{{1,200}}))?(/(?P<inside>.{{0,1000}}))?", re.ASCII)
 _FILES = (SUFFIX, GGUF_SUFFIX, ".json", *PICKLED)
+_IN_REPOSITORIES = (SUFFIX, GGUF_SUFFIX, INDEX_SUFFIX)
 
 
 def _may_be_at(path: Path | str) -> bool:
@@ -35,22 +37,41 @@ def _may_be_at(path: Path | str) -> bool:
     return True
 
 
+def _parse(path: str) -> dict[str, str | None] | None:
+    """Return name, revision and path inside of the repository that ``path`` means; ``None`` if it is a local path.
+
+    Raises CheckpointError for text that begins with ``hf://`` and is no URI of a repository.
+    """
+    if path.startswith("hf://"):
+        found = _URI.fullmatch(path)
+        inside = (found["inside"] or "").split("/") if found else [".."]
+        if found is None or {".", ".."} & {*inside} or "" in inside[:-1]:
+            fix = "Give hf://org/name, hf://org/name/file or hf://org/name@revision/file."
+            raise CheckpointError("it is no name of a repository or of a file in one", name=path, fix=fix)
+        return found.groupdict()
+    found = _NAME.fullmatch(path)
+    if found is None or found["name"].endswith(_FILES) or _may_be_at(path):
+        return None
+    return {**found.groupdict(), "inside": None}
+
+
 def local_path(path: Path | str, revision: str | None = None, *, is_whole: bool = False) -> Path:
     """Return ``path``, or, if nothing is there and it is text like ``org/name``, a folder with that repository's files.
 
     These are the files of the checkpoint; with ``is_whole`` also those that ``carry_over`` copies. ``revision`` is a
-    branch, a tag or a commit, and may be part of the text: ``org/name@revision``. Files in the cache of huggingface_hub
-    are not fetched again; offline (``HF_HUB_OFFLINE=1``) nothing is. Raises CheckpointError if there are none.
+    branch, a tag or a commit, and may be part of the text: ``org/name@revision``. ``hf://org/name@revision/x.gguf`` is
+    a file or a folder inside a repository. Files in the cache of huggingface_hub are not fetched again; offline
+    (``HF_HUB_OFFLINE=1``) nothing is. Raises CheckpointError if there are none.
     """
-    found = _NAME.fullmatch(path) if isinstance(path, str) else None
-    if found is None or found["name"].endswith(_FILES) or _may_be_at(path):
+    found = _parse(path) if isinstance(path, str) else None
+    if found is None:
         if revision is not None:
             fix = "Leave it out, or give the name of a repository, such as 'org/name', as text."
             raise CheckpointError(f"{path} is a local path, and has no revision {revision!r}", name="revision", fix=fix)
         return Path(path)
     if revision is not None and found["revision"] not in (None, revision):
         raise CheckpointError(f"is {revision!r}, but the path has {found['revision']!r}", name="revision")
-    revision = revision or found["revision"]
+    revision, name = revision or found["revision"], str(found["name"])
     try:
         import huggingface_hub as hub
         import huggingface_hub.constants
@@ -63,13 +84,13 @@ def local_path(path: Path | str, revision: str | None = None, *, is_whole: bool 
     def fetch(revision: str | None, patterns: Sequence[str], ignored: str | None = None) -> Path:
         try:
             made = hub.snapshot_download(
-                found["name"], revision=revision, allow_patterns=list(patterns), ignore_patterns=ignored, **options
+                name, revision=revision, allow_patterns=list(patterns), ignore_patterns=ignored, **options
             )
         except Exception as error:  # of huggingface_hub, or of the HTTP library that its version uses
             raise _explained(hub, error, str(path)) from None
         return Path(made)
 
-    return _fetched(hub, found["name"], revision, fetch, is_whole)
+    return _fetched(hub, name, revision, (found["inside"] or "").rstrip("/"), fetch, is_whole)
 
 
 def _silent_bar() -> type:
@@ -83,22 +104,42 @@ def _silent_bar() -> type:
     return Silent
 
 
-def _fetched(hub: Any, name: str, revision: str | None, fetch: Callable[..., Path], is_whole: bool) -> Path:
-    """Fetch the wanted files, and return the folder of the snapshot."""
-    folder = fetch(revision, [f"*{INDEX_SUFFIX}", *BESIDE], "*/*")
+def _fetched(
+    hub: Any, name: str, revision: str | None, inside: str, fetch: Callable[..., Path], is_whole: bool
+) -> Path:
+    """Fetch the wanted files, and return the path of ``inside`` in the snapshot; of "" that is its folder."""
+    before, _, file = inside.rpartition("/") if inside.endswith(_IN_REPOSITORIES) else (inside, "", "")
+    place = f"{before}/" if before else ""
+    within = glob.escape(place)
+    folder = fetch(revision, [within + one for one in (f"*{INDEX_SUFFIX}", *BESIDE)], f"{within}*/*")
     commit = folder.name  # all further calls use the commit, because the branch may move meanwhile
     try:
         names = list(hub.HfApi().list_repo_files(name, revision=commit))
     except Exception:  # offline: list the files in the cache
-        names = [file.relative_to(folder).as_posix() for file in folder.rglob("*") if not file.is_dir()]
-    wanted = wanted_weights(name, folder, [one for one in names if "/" not in one])
+        names = [one.relative_to(folder).as_posix() for one in folder.rglob("*") if not one.is_dir()]
+    names = [one.removeprefix(place) for one in names if one.startswith(place)]
+    if file and file not in names:
+        raise CheckpointError("the repository has no such file", name=f"hf://{name}/{inside}", fix="Correct the path.")
+    if file:
+        wanted = _files_with(folder / before, file)
+        is_whole &= file.endswith(INDEX_SUFFIX)
+    else:
+        here = [one for one in names if "/" not in one]
+        wanted = wanted_weights(f"{name}/{before}".rstrip("/"), folder / before, here)
     wanted += [one for one in names if one in BESIDE or (is_whole and not why_left_out(one))]
-    folder = fetch(commit, [glob.escape(one) for one in dict.fromkeys(wanted)])
+    folder = fetch(commit, [within + glob.escape(one) for one in dict.fromkeys(wanted)])
     home = Path(os.path.realpath(folder.parents[1]))
     for one in wanted:
-        if not Path(os.path.realpath(folder / one)).is_relative_to(home):
+        if not Path(os.path.realpath(folder / before / one)).is_relative_to(home):
             raise CheckpointError(f"{one} links to a file outside of the cache", name=str(folder), fix="Remove it.")
-    return folder
+    return folder / inside
+
+
+def _files_with(folder: Path, file: str) -> list[str]:
+    """Return ``file`` and those that belong to it: the shards of an index, the parts of a GGUF file."""
+    if file.endswith(INDEX_SUFFIX):
+        return [file, *(shard.name for shard in parse_index(folder / file).files)]
+    return names_of_parts(file)
 
 
 def wanted_weights(name: str, folder: Path, names: Iterable[str]) -> list[str]:
@@ -111,7 +152,8 @@ def wanted_weights(name: str, folder: Path, names: Iterable[str]) -> list[str]:
         indexes = [path.name for path in with_shards(map(folder.joinpath, indexes), lambda file: file.name in tensors)]
     if len(indexes) > 1 or (indexes and is_single):
         copies = ", ".join([*indexes, *([f"model{SUFFIX}"] if is_single else [])])
-        raise CheckpointError(f"the repository holds several checkpoints: {copies}", name=name, fix=_FETCH_ONE)
+        fix = f"Give one: hf://{name}/{copies.partition(',')[0]}."
+        raise CheckpointError(f"the repository holds several checkpoints: {copies}", name=name, fix=fix)
     if indexes:
         return [*indexes, *(file.name for file in parse_index(folder / indexes[0]).files)]
     if is_single:
@@ -121,7 +163,7 @@ def wanted_weights(name: str, folder: Path, names: Iterable[str]) -> list[str]:
     wholes = first_parts(files)
     if len(wholes) > 1:
         what = f"the repository holds several GGUF files: {', '.join(wholes)}"
-        raise CheckpointError(what, name=name, fix=_FETCH_ONE)
+        raise CheckpointError(what, name=name, fix=f"Give one: hf://{name}/{wholes[0]}.")
     if not wholes:
         fix = "Other files may hold code, and are not fetched. Download them, and give their path."
         raise CheckpointError("the repository has no safetensors or GGUF file at its top level", name=name, fix=fix)
