@@ -73,6 +73,19 @@ def of_a_folder_without_a_mark(said, folder):
     said["removes"].append(["inner/model.safetensors", stamp_of(folder / "inner/model.safetensors")])
 
 
+def of_settings_in_a_folder_without_a_mark(said, folder):
+    said["removes"].append(["inner/config.json", stamp_of(folder / "inner/config.json")])
+
+
+def of_a_file_in_the_making_in_another_folder(said, folder):
+    hidden, target = (
+        folder / "inner/.model-00001-of-00002.safetensors.1.00000000.tmp",
+        "model-00001-of-00002.safetensors",
+    )
+    hidden.write_bytes(b"the first half")
+    said["renames"] = [[f"inner/{hidden.name}", target, stamp_of(hidden), said["renames"][0][3]]]
+
+
 def of_a_folder_without_that_mark(said, folder):
     said["marks"] = ["inner/model.safetensors.torn"]
     of_a_folder_without_a_mark(said, folder)
@@ -129,6 +142,7 @@ def of_the_own_mark(said, folder):
     [
         of_a_parent, of_a_root, of_another_file, of_a_visible_file, of_numbers, of_the_words_of_older_marks,
         of_another_stem, of_a_folder_without_a_mark, of_a_folder_without_that_mark,
+        of_settings_in_a_folder_without_a_mark, of_a_file_in_the_making_in_another_folder,
         of_a_file_that_somebody_writes_at_the_moment, of_marks_that_are_tensors,
         of_marks_that_are_settings, of_the_mark_of_another_save, of_a_link_as_target,
         of_a_link_to_remove, of_a_link_to_an_old_shard, of_what_is_no_name, of_the_own_mark,
