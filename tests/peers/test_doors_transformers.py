@@ -670,6 +670,20 @@ def test_experts_quantized_one_by_one_are_refused_and_never_random(tmp_path):
     assert torch.equal(logits_of(model), logits_of(reference))
 
 
+def test_the_config_of_a_quantized_model_serves_for_others(tmp_path):
+    """Quantizing puts our settings into it, and transformers reads settings in a config as those of the files."""
+    config = transformers.LlamaConfig(**SMALL)
+    plain = built(config)
+    plain.save_pretrained(tmp_path / "plain")
+    model = tt.quantize(transformers.AutoModelForCausalLM.from_config(config), "int8")
+    model.save_pretrained(tmp_path / "quantized")
+    for folder, count in {"plain": 0, "quantized": len(weights_of(model))}.items():
+        other = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / folder, config=model.config)
+        assert len(weights_of(other)) == count
+        held = model if count else plain
+        assert torch.equal(logits_of(other.eval()), logits_of(held.eval()))
+
+
 def test_the_guide_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     text = (Path(__file__).parents[2] / "tutorials" / "guides" / "integrations.md").read_text()

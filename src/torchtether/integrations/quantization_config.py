@@ -55,6 +55,10 @@ class LoadRules:
         for one in (self.scheme, *self.rules.values()):
             _from_json(one)
 
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return an entry, as a mapping does: transformers reads those of ``from_pretrained(config=model.config)``."""
+        return getattr(self, key, default)
+
     def schemes(self, model: nn.Module, ties: tuple[Tie, ...]) -> dict[str, Scheme]:
         """Return the scheme of each parameter of ``model`` that will be quantized, by each of its names.
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +13,15 @@ from .._checks import check_path
 from ..checkpoint.reader import Checkpoint
 from ..errors import CheckpointError, RuleError
 from ..files import PAIRS
-from .named_tensors import Rule
+from .joining import Concat
+from .named_tensors import NamedTensor, Rule, broken, change_found
+from .pieces import CompositeTensor, increased, stacked
 from .reordering import Rotary
 from .steps import Naming, Substitution
 
-_DECODER: list[Substitution] = [
+Rules = list[Rule | Substitution | Naming]
+
+_DECODER: Rules = [
     (r"^token_embd\.", "model.embed_tokens."),
     (r"^output_norm\.", "model.norm."),
     (r"^output\.", "lm_head."),
@@ -26,16 +33,87 @@ _DECODER: list[Substitution] = [
     (r"^blk\.(\d+)\.ffn_(gate|up|down)\.", r"model.layers.\1.mlp.\2_proj."),
 ]
 
-_PAIRED = {"llama": True, "qwen2": False, "qwen3": False}
-"""The architectures with these names, and whether the rows of their queries and keys are in Meta's pairs."""
+
+@dataclass(frozen=True)
+class _Increase(Rule):
+    """Add ``plus`` to plain tensors: llama.cpp multiplies by norms as they are, and Gemma by one more."""
+
+    source: str
+    plus: float
+
+    def apply(self, names: Sequence[NamedTensor]) -> list[NamedTensor] | None:
+        return change_found(names, self.source, lambda one, _: [replace(one, tensor=self._increased(one))])
+
+    def _increased(self, one: NamedTensor) -> CompositeTensor:
+        if not one.tensor.scheme.transparent or not one.tensor.dtype.is_floating_point:
+            return broken([one], wrong=f"{one.name}: it is quantized, and {self.plus} cannot be added to it")
+        return increased(one.tensor, self.plus)
 
 
-def gguf_names(source: Checkpoint | Path | str) -> list[Rule | Substitution | Naming]:
+@dataclass(frozen=True)
+class _AsRow(Rule):
+    """Make a matrix of one row of a vector: llama.cpp drops dimensions of size 1."""
+
+    source: str
+
+    def apply(self, names: Sequence[NamedTensor]) -> list[NamedTensor] | None:
+        return change_found(names, self.source, lambda one, _: [replace(one, tensor=self._row(one.tensor))])
+
+    def _row(self, given: CompositeTensor) -> CompositeTensor:
+        return stacked([given], 0) if len(given.shape) == 1 and not given.is_broken else given
+
+
+_EXPERTS: Rules = [
+    Concat(
+        [r"^blk\.(\d+)\.ffn_gate_exps\.weight$", r"^blk\.(\d+)\.ffn_up_exps\.weight$"],
+        r"model.layers.\1.mlp.experts.gate_up_proj",
+        dim=1,
+    ),
+    (r"^blk\.(\d+)\.ffn_down_exps\.weight$", r"model.layers.\1.mlp.experts.down_proj"),
+    (r"^blk\.(\d+)\.ffn_gate_inp\.", r"model.layers.\1.mlp.gate."),
+]
+
+_SHARED_EXPERT: Rules = [
+    _AsRow(r"^blk\.(\d+)\.ffn_gate_inp_shexp\.weight$"),
+    (r"^blk\.(\d+)\.ffn_gate_inp_shexp\.", r"model.layers.\1.mlp.shared_expert_gate."),
+    (r"^blk\.(\d+)\.ffn_(gate|up|down)_shexp\.", r"model.layers.\1.mlp.shared_expert.\2_proj."),
+]
+
+_GEMMA: Rules = [
+    _Increase(r"norm\.weight$", -1.0),
+    (r"^blk\.(\d+)\.post_attention_norm\.", r"model.layers.\1.post_attention_layernorm."),
+    (r"^blk\.(\d+)\.ffn_norm\.", r"model.layers.\1.pre_feedforward_layernorm."),
+    (r"^blk\.(\d+)\.post_ffw_norm\.", r"model.layers.\1.post_feedforward_layernorm."),
+]
+
+_PHI: Rules = [
+    (r"^blk\.(\d+)\.attn_qkv\.", r"model.layers.\1.self_attn.qkv_proj."),
+    (r"^blk\.(\d+)\.ffn_up\.", r"model.layers.\1.mlp.gate_up_proj."),
+]
+
+_STARCODER: Rules = [
+    (r"^blk\.(\d+)\.ffn_up\.", r"model.layers.\1.mlp.c_fc."),
+    (r"^blk\.(\d+)\.ffn_down\.", r"model.layers.\1.mlp.c_proj."),
+]
+
+_OWN: dict[str, Rules] = {
+    "llama": [], "qwen2": [], "qwen3": [], "qwen2moe": _EXPERTS + _SHARED_EXPERT, "qwen3moe": _EXPERTS,
+    "gemma2": _GEMMA, "gemma3": _GEMMA, "phi3": _PHI, "starcoder2": _STARCODER,
+}  # fmt: skip
+"""The rules for what the architectures do not have in common."""
+
+_PAIRED = {"llama"}
+"""The architectures with the rows of queries and keys in Meta's pairs."""
+
+
+def gguf_names(source: Checkpoint | Path | str) -> Rules:
     """Return the ``rename`` argument with which ``tt.load`` loads the GGUF file ``source`` into a transformers model.
 
-    The architectures are llama (Mistral and others are stored as llama), qwen2 and qwen3. llama.cpp stores the rows
-    of llama's queries and keys in pairs; they are reordered into halves, without decoding quantized ones. Frequencies
-    (``rope_freqs``) are left out, because the model computes them. A file without a head belongs to a tied model.
+    The architectures are llama (Mistral, Mixtral and others are stored as llama), qwen2, qwen2moe, qwen3, qwen3moe,
+    gemma2, gemma3 (the text model), phi3 and starcoder2, with the names of transformers 5. llama.cpp stores the rows of
+    llama's queries and keys in pairs; they are reordered into halves, and gates and ups of experts are joined, without
+    decoding quantized ones. Norms of Gemma, which llama.cpp stores with one added, get their own values. Frequencies
+    are left out, because the model computes them. A file without a head belongs to a tied model.
 
     Raises CheckpointError if ``source`` is not a GGUF file, or if its queries and keys do not have the heads that it
     records, and RuleError for another architecture: write the rules for it yourself, with ``tt.Rotary`` and others.
@@ -48,23 +126,25 @@ def gguf_names(source: Checkpoint | Path | str) -> list[Rule | Substitution | Na
             return gguf_names(opened)
     pairs = _pairs(source)
     family = pairs.get("general.architecture")
-    if not isinstance(family, str) or family not in _PAIRED:
+    if not isinstance(family, str) or family not in _OWN:
         raise RuleError(
-            f"there are no rename rules for the architecture {family!r}, only for {', '.join(_PAIRED)}",
+            f"there are no rename rules for the architecture {family!r}, only for {', '.join(_OWN)}",
             name=str(source.path),
             fix="Write the rules yourself.",
         )
-    rules: list[Rule | Substitution | Naming] = [_without_frequencies]
-    if _PAIRED[family]:
+    rules: Rules = [_without_frequencies]
+    if family in _PAIRED:
         heads = _count(source, pairs, f"{family}.attention.head_count", None)
         kv_heads = _count(source, pairs, f"{family}.attention.head_count_kv", heads)
         _check_heads(source, heads, kv_heads)
         rules += [Rotary(rf"\.attn_{one}\.(weight|bias)$", n) for one, n in (("q", heads), ("k", kv_heads))]
-    return rules + _DECODER
+    if family == "llama" and pairs.get("llama.expert_count"):
+        rules += _EXPERTS
+    return rules + _OWN[family] + _DECODER
 
 
 def _without_frequencies(name: str) -> str | None:
-    return None if name.startswith("rope_freqs.") or ".rope_freqs." in name else name
+    return None if re.search(r"(^|\.)rope_(freqs|factors_long|factors_short)\.", name) else name
 
 
 def _pairs(source: Checkpoint) -> dict[str, Any]:

@@ -26,7 +26,7 @@ class Piece:
     dimension that is not in ``dims``.  ``at[t]`` is the index at which the box begins in the composite tensor.
 
     With ``heads``, the box refers to the stored tensor with the indices of its dimension ``dim`` reordered by
-    ``in_halves(heads)``.
+    ``in_halves(heads)``. ``plus`` is added to each value.
     """
 
     key: str
@@ -35,6 +35,12 @@ class Piece:
     at: Shape
     heads: int = 0
     dim: int = 0
+    plus: float = 0.0
+
+    @property
+    def is_cut(self) -> bool:
+        """Return whether the box is just a part of the stored tensor, or all of it, unchanged."""
+        return not self.heads and not self.plus
 
     @property
     def size(self) -> Shape:
@@ -151,6 +157,12 @@ def reordered(given: CompositeTensor, heads: int, dim: int = 0) -> CompositeTens
     Each piece has whole heads along ``dim``. ``heads`` is the number of heads of a stored tensor.
     """
     pieces = tuple(replace(piece, heads=heads, dim=dim) for piece in given.pieces)
+    return replace(given, is_stored=False, pieces=pieces)
+
+
+def increased(given: CompositeTensor, plus: float) -> CompositeTensor:
+    """Return ``given + plus``; it must be plain."""
+    pieces = tuple(replace(piece, plus=piece.plus + plus) for piece in given.pieces)
     return replace(given, is_stored=False, pieces=pieces)
 
 

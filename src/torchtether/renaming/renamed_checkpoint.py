@@ -133,7 +133,7 @@ class RenamedCheckpoint(Mapping[str, CompositeTensor]):
             return None
         (piece,) = made.pieces
         found, spec = self.checkpoint.whole_key(piece.key), self.checkpoint.spec(piece.key)
-        is_rows = piece.dims == tuple(range(len(spec.shape))) and not piece.heads
+        is_rows = piece.dims == tuple(range(len(spec.shape))) and piece.is_cut
         if found is None or not is_rows or piece.box[1:] != tuple((0, size) for size in spec.shape[1:]):
             return None
         return found, piece.box[0][0]
@@ -188,7 +188,7 @@ class RenamedCheckpoint(Mapping[str, CompositeTensor]):
         )
 
     def _is_whole(self, piece: Piece) -> bool:
-        return not piece.heads and piece.box == tuple((0, size) for size in self.checkpoint.spec(piece.key).shape)
+        return piece.is_cut and piece.box == tuple((0, size) for size in self.checkpoint.spec(piece.key).shape)
 
     def _row_plan(self, name: str) -> RowPlan:
         if name not in self._row_plans:
@@ -208,11 +208,11 @@ class RenamedCheckpoint(Mapping[str, CompositeTensor]):
     def _place(self, piece: Piece) -> tuple[Hashable, View]:
         """Return the stored tensor of ``piece``, and its view of it in the form of a tie record.
 
-        A stored tensor with reordered rows counts as a different tensor.
+        A stored tensor with reordered rows or other values counts as a different tensor.
         """
         home: Hashable
         home, view = self.checkpoint.find(piece.key)
-        home = (home, piece.heads, piece.dim) if piece.heads else home
+        home = home if piece.is_cut else (home, piece.heads, piece.dim, piece.plus)
         spec = self.checkpoint.spec(piece.key)
         offset = view.offset if view else 0
         for (start, _), step in zip(piece.box, spec.stride, strict=True):
@@ -315,7 +315,8 @@ class RenamedCheckpoint(Mapping[str, CompositeTensor]):
             start, stop = piece.box[piece.dim]
             rest = (slice(*range_) if i != piece.dim else slice(None) for i, range_ in enumerate(piece.box))
             order = in_halves(whole_one.shape[piece.dim], piece.heads)[start:stop]
-            place.copy_(whole_one[tuple(rest)].index_select(piece.dim, order))
+            made = whole_one[tuple(rest)].index_select(piece.dim, order)
+            place.copy_(_plus(made, piece.plus))
             return
         source, itemsize = self.checkpoint.get_slice(piece.key), self.checkpoint.spec(piece.key).dtype.itemsize
         for box in _bounded(piece.box, _PIECE // itemsize):
@@ -323,7 +324,7 @@ class RenamedCheckpoint(Mapping[str, CompositeTensor]):
             inner = tuple(
                 slice(start - first, stop - first) for (start, stop), (first, _) in zip(box, piece.box, strict=True)
             )
-            place[inner].copy_(given)
+            place[inner].copy_(_plus(given, piece.plus))
             tick(given.nbytes)
 
     def is_same(self, one: str, other: str) -> bool:
@@ -355,6 +356,11 @@ def _key(made: CompositeTensor, stored: Mapping[str, CompositeTensor]) -> str | 
         return None
     given = stored[made.pieces[0].key]
     return given.keys[0] if made is given or made.pieces == given.pieces else None
+
+
+def _plus(values: Tensor, plus: float) -> Tensor:
+    """Return ``values + plus``, with the precision of float32 or more."""
+    return values.to(torch.promote_types(values.dtype, torch.float32)) + plus if plus else values
 
 
 def _laid(out: Tensor, piece: Piece) -> Tensor:
