@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -94,6 +95,7 @@ WAYS = {
     "variant": ({"variant": "q"}, {"variant": "q"}),
     "shards of a variant": ({"variant": "q", "max_shard_size": "100KB"}, {"variant": "q"}),
     "pickle": ({"safe_serialization": False}, {"use_safetensors": False}),
+    "pickled shards": ({"safe_serialization": False, "max_shard_size": "100KB"}, {"use_safetensors": False}),
 }
 
 
@@ -109,15 +111,15 @@ def test_a_saved_model_is_read_back_to_the_bit(plain, tmp_path, made_by, way):
         with tt.on_meta():
             model = UNet(**SIZES)
         tt.load(model, plain, quantize="int8")
-    before = facts(model), dict(model.config), vars(model).get("hf_quantizer")
+    before = facts(model), dict(model.config), vars(model).get("hf_quantizer", "none")
     model.save_pretrained(tmp_path, **saving)
-    assert (facts(model), dict(model.config), vars(model).get("hf_quantizer")) == before
+    assert (facts(model), dict(model.config), vars(model).get("hf_quantizer", "none")) == before
     assert weights_of(model).keys() == config_of(tmp_path)["quantization_config"]["weights"].keys()
 
     other, said = UNet.from_pretrained(tmp_path, output_loading_info=True, **reading)
     assert not any(said.values()), said
     assert facts(other) == facts(model)
-    if way != "pickle":  # diffusers maps such a file, and cuts it off at the save: plain models die of it, too
+    if "pickle" not in way:  # diffusers maps such a file, and cuts it off at the save: plain models die of it, too
         other.save_pretrained(tmp_path, **saving)
         assert facts(UNet.from_pretrained(tmp_path, **reading)) == facts(model)
 
@@ -168,6 +170,51 @@ def test_from_single_file_quantizes(tmp_path):
     assert facts(model) == facts(twin)
     model.save_pretrained(tmp_path / "quantized")
     assert facts(Wan.from_pretrained(tmp_path / "quantized")) == facts(twin)
+
+
+def test_from_single_file_refuses_parts(tmp_path):
+    """It reads no config.json: of some models it would leave the parameters on ``meta``."""
+    tt.quantize(Wan(**WAN), "int8").save_pretrained(tmp_path)
+    file, config = tmp_path / "diffusion_pytorch_model.safetensors", doors.TetherConfig("int8")
+    with pytest.raises(tt.CheckpointError, match=r"qdata: is a part of a Weight.*from_pretrained"):
+        Wan.from_single_file(str(file), config=str(tmp_path), quantization_config=config)
+
+
+def test_two_threads_save_one_model(plain, tmp_path, monkeypatch):
+    """The save of the first ends while that of the second runs."""
+    model = tt.quantize(UNet.from_pretrained(plain), "int8")
+    second_runs, first_has_ended = threading.Event(), threading.Event()
+    save_config = UNet.save_config
+
+    def slow(self, folder, **options):
+        if Path(folder).name == "first":
+            assert second_runs.wait(60)
+        else:
+            second_runs.set()
+            assert first_has_ended.wait(60)
+        save_config(self, folder, **options)
+
+    monkeypatch.setattr(UNet, "save_config", slow)
+    before = dict(model.config)
+    first, second = (threading.Thread(target=model.save_pretrained, args=(tmp_path / n,)) for n in ("first", "second"))
+    first.start(), second.start(), first.join(60), first_has_ended.set(), second.join(60)
+    assert "hf_quantizer" not in vars(model)
+    assert dict(model.config) == before
+    assert all(facts(UNet.from_pretrained(tmp_path / one)) == facts(model) for one in ("first", "second"))
+
+
+def test_a_model_of_another_quantizer_is_adopted_before_it_is_saved(plain, tmp_path):
+    pytest.importorskip("optimum.quanto")
+    model = UNet.from_pretrained(plain, quantization_config=diffusers.QuantoConfig(weights_dtype="int8"))
+    tt.quantize(model, {"conv_in.weight": "fp8"})
+    with pytest.raises(tt.CheckpointError, match=r"conv_in.weight: is a Weight in a model of Quanto.*tt\.adopt"):
+        model.save_pretrained(tmp_path / "mixed")
+    assert not (tmp_path / "mixed").exists()
+    tt.adopt(model).half().save_pretrained(tmp_path / "adopted")
+    read = UNet.from_pretrained(tmp_path / "adopted", torch_dtype=torch.float16)
+    assert facts(read) == facts(model)
+    tt.dequantize(model).save_pretrained(tmp_path / "plain")
+    assert torch.equal(output(UNet.from_pretrained(tmp_path / "plain", torch_dtype=torch.float16)), output(model))
 
 
 @pytest.mark.parametrize("by", ["dequantize", "tt.dequantize"])
@@ -329,6 +376,10 @@ def test_what_cannot_be_saved_is_refused_and_nothing_is_changed(plain, tmp_path)
         UNet.from_pretrained(plain, quantization_config=doors.TetherConfig("int8"), device_map={"": "disk"})
     with pytest.raises(tt.ArgumentError, match="rules="):
         doors.TetherConfig({"*": "int8"})
+    convolutions = {"block_out_channels": (32,), "norm_num_groups": 4, "mid_block_add_attention": False}
+    diffusers.AutoencoderKL(**convolutions).save_pretrained(tmp_path)
+    with pytest.raises(tt.RuleError, match=r"^AutoencoderKL: the model has no nn\.Linear"):  # others of a pipeline do
+        diffusers.AutoencoderKL.from_pretrained(tmp_path, quantization_config=doors.TetherConfig("int8"))
 
 
 def test_a_plain_model_is_saved_as_ever(plain, tmp_path):

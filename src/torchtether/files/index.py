@@ -48,10 +48,12 @@ def index_of(shard: Path) -> Path | None:
     """Return the path of the index beside ``shard``, ``None`` if there is none.
 
     A folder may hold several checkpoints of transformers, which differ in their variant: that of
-    ``model.int8-00001-of-00002.safetensors`` has the index ``model.safetensors.index.int8.json``.
+    ``model.int8-00001-of-00002.safetensors`` has the index ``model.safetensors.index.int8.json``. Files by
+    ``torch.save`` are named likewise.
     """
-    stem, *variant = (stem_of(shard.name) or "").split(".", 1)
-    path = shard.with_name(".".join([stem + SUFFIX, "index", *variant, "json"]))
+    suffix = shard.suffix if shard.suffix in PICKLED else SUFFIX
+    stem, *variant = (stem_of(shard.with_suffix(SUFFIX).name) or "").split(".", 1)
+    path = shard.with_name(".".join([stem + suffix, "index", *variant, "json"]))
     return path if path.is_file() else None
 
 

@@ -252,12 +252,19 @@ def _restorer(module: nn.Module) -> Any:
 
 
 def _forget_quantizer(module: Any) -> None:
-    """Remove transformers' marks of quantization from ``module``, and torchao's ``extra_repr``."""
+    """Remove the marks of quantization of transformers and diffusers from ``module``, and torchao's ``extra_repr``."""
     shown = vars(module).get("extra_repr")
     if shown is not None and _is_of(shown, "torchao"):
         del module.extra_repr
     quantizer = vars(module).get("hf_quantizer")
-    if quantizer is not None and type(quantizer).__module__.startswith("transformers."):
+    library = type(quantizer).__module__.partition(".")[0]
+    if library == "diffusers":
+        del module.hf_quantizer
+        module.is_quantized = False
+        vars(module).pop("quantization_method", None)
+        config = module.config  # a frozen dict
+        module._internal_dict = type(config)({key: config[key] for key in config if key != "quantization_config"})
+    elif library == "transformers":
         quantizer.remove_quantization_config(module)
         for flag in ("is_loaded_in_4bit", "is_loaded_in_8bit"):
             vars(module).pop(flag, None)

@@ -6,8 +6,9 @@ are of transformers. ``quantization_config.py`` says how Weights are stored.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
+from copy import copy
 from functools import wraps
 from typing import Any
 
@@ -20,7 +21,7 @@ from diffusers.quantizers.quantization_config import QuantizationConfigMixin
 from torch import Tensor, nn
 
 from ..conversion.quantizing import dequantize
-from ..errors import CheckpointError
+from ..errors import CheckpointError, RuleError
 from ..exchange.exchange import add_load_hook, tell_listeners
 from ..exchange.refusals import ON_DISK, is_on_disk
 from ..files.record import part_key
@@ -83,8 +84,15 @@ class TetherQuantizer(DiffusersQuantizer):  # type: ignore[misc]
         return list(dict.fromkeys(names.get(key, key) for key in loaded_keys))
 
     def maybe_update_state_dict(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Return the tensors of one file with Weights in place of their parts, which may be in several files."""
+        """Return the tensors of one file with Weights in place of their parts, which may be in several files.
+
+        Raises CheckpointError for parts that nothing describes: ``from_single_file`` reads no ``config.json``.
+        """
         state = dict(state_dict)
+        if not self._specs and (part := next((key for key in state if key.endswith(".qdata")), "")):
+            what = "is a part of a Weight, and no config.json beside it describes the Weight"
+            fix = "Read a folder by save_pretrained with from_pretrained, and other files with tt.load."
+            raise CheckpointError(what, name=part, fix=fix)
         for name, spec in self._specs.items():
             keys = _keys(name, spec)
             read = self._parts.setdefault(name, {})
@@ -105,7 +113,10 @@ class TetherQuantizer(DiffusersQuantizer):  # type: ignore[misc]
                 what = "config.json says that torchtether has quantized the model, but these files hold no Weights"
                 fix = "Remove its quantization_config, or the files that diffusers should not read."
                 raise CheckpointError(what, name=type(model).__name__, fix=fix)
-            self._chosen = config.schemes(model, find_ties(model))
+            try:
+                self._chosen = config.schemes(model, find_ties(model))
+            except RuleError as error:  # in a pipeline: of which component
+                raise error.named(type(model).__name__) from None
 
     def check_if_quantized_param(  # type: ignore[override]
         self, model: Any, param_value: Tensor, param_name: str, *args: Any, **kwargs: Any
@@ -164,11 +175,11 @@ def _keys(name: str, spec: WeightSpec) -> dict[str, str]:
     return {part: part_key(name, part) for part in spec.scheme.layout(spec.base)}
 
 
-@contextmanager
-def _described(model: Any) -> Iterator[None]:
-    """Let ``save_pretrained`` inside the block store the Weights of ``model``, and describe them in ``config.json``.
+def _described(model: Any) -> Any:
+    """Return a shallow copy of ``model`` whose ``save_pretrained`` stores Weights, and describes them in its config.
 
-    Raises CheckpointError for Weights that it cannot store: tied ones, and those whose values are elsewhere.
+    ``model`` itself stays as it is: another thread may save it, too. Raises CheckpointError for Weights that cannot be
+    stored: tied ones, those whose values are elsewhere, and those beside tensors of another quantizer.
     """
     tensors = model.state_dict()
     weights = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, Weight)}
@@ -177,20 +188,22 @@ def _described(model: Any) -> Iterator[None]:
     for name, weight in weights.items():
         if weight.is_meta:
             raise CheckpointError("is on meta and has no values", name=name, fix="Save before you offload.")
-    quantizer, config = vars(model).get("hf_quantizer"), model.config
-    held = config.get("quantization_config")
+    quantizer = vars(model).get("hf_quantizer")
+    if weights and not isinstance(quantizer, TetherQuantizer | None):
+        what = f"is a Weight in a model of {type(quantizer).__name__}, which would lose its other parameters"
+        fix = "Call tt.adopt(model) first, which takes those of quanto, torchao and bitsandbytes."
+        raise CheckpointError(what, name=next(iter(weights)), fix=fix)
+    held = model.config.get("quantization_config")
     made = TetherConfig(**{**dict(held or {}), "weights": {}}) if is_ours(held) else TetherConfig()
     _, made.weights = in_parts(weights)
     if len(made.weights) < len(weights):
         name = next(name for name in weights if name not in made.weights)
         raise CheckpointError("is tied, which diffusers cannot store", name=name, fix="Save by tt.save(model, folder).")
-    entries = {key: value for key, value in config.items() if key != "quantization_config"}
-    model._internal_dict = FrozenDict({**entries, "quantization_config": made} if weights else entries)
-    model.hf_quantizer = TetherQuantizer(made) if weights else None
-    try:
-        yield
-    finally:
-        model._internal_dict, model.hf_quantizer = config, quantizer
+    entries = {key: value for key, value in model.config.items() if key != "quantization_config"}
+    described = copy(model)
+    described._internal_dict = FrozenDict({**entries, "quantization_config": made} if weights else entries)
+    described.hf_quantizer = TetherQuantizer(made) if weights else None
+    return described
 
 
 def _as_held(original: Any) -> Any:
@@ -199,10 +212,8 @@ def _as_held(original: Any) -> Any:
     @wraps(original)
     def save_pretrained(model: Any, *args: Any, **kwargs: Any) -> Any:
         is_held = any(isinstance(tensor, Weight) for tensor in named_tensors(model).values())
-        if not is_held and not is_ours(model.config.get("quantization_config")):
-            return original(model, *args, **kwargs)
-        with _described(model):
-            return original(model, *args, **kwargs)
+        is_described = is_held or is_ours(model.config.get("quantization_config"))
+        return original(_described(model) if is_described else model, *args, **kwargs)
 
     return save_pretrained
 
