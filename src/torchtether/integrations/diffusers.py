@@ -67,6 +67,9 @@ class TetherQuantizer(DiffusersQuantizer):  # type: ignore[misc]
         super().__init__(quantization_config, **kwargs)
         self._chosen: dict[str, Scheme] = {}
         self._specs: dict[str, WeightSpec] = {}
+        self._stored: dict[str, str] = {}
+        """The names of Weights in the files, by their names in the model."""
+        self._loaded: list[str] = []
         self._parts: dict[str, dict[str, Tensor]] = {}
         """The parts of Weights that have been read, by name, until all of one are there."""
 
@@ -81,7 +84,8 @@ class TetherQuantizer(DiffusersQuantizer):  # type: ignore[misc]
         """
         self._specs = specs_of(checkpoint_files) if self.pre_quantized else {}
         names = {key: name for name, spec in self._specs.items() for key in _keys(name, spec).values()}
-        return list(dict.fromkeys(names.get(key, key) for key in loaded_keys))
+        self._loaded = list(dict.fromkeys(names.get(key, key) for key in loaded_keys))
+        return self._loaded
 
     def maybe_update_state_dict(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Return the tensors of one file with Weights in place of their parts, which may be in several files.
@@ -93,8 +97,9 @@ class TetherQuantizer(DiffusersQuantizer):  # type: ignore[misc]
             what = "is a part of a Weight, and no config.json beside it describes the Weight"
             fix = "Read a folder by save_pretrained with from_pretrained, and other files with tt.load."
             raise CheckpointError(what, name=part, fix=fix)
-        for name, spec in self._specs.items():
-            keys = _keys(name, spec)
+        for name, stored in self._stored.items():
+            spec = self._specs[stored]
+            keys = _keys(stored, spec)
             read = self._parts.setdefault(name, {})
             read |= {part: state.pop(key) for part, key in keys.items() if key in state}
             if len(read) == len(keys):
@@ -108,6 +113,10 @@ class TetherQuantizer(DiffusersQuantizer):  # type: ignore[misc]
 
     def _process_model_before_weight_loading(self, model: nn.Module, **kwargs: Any) -> None:
         config = self.quantization_config
+        self._stored = {name: name for name in self._specs}
+        model._fix_state_dict_keys_on_load(self._stored)  # type: ignore[operator] # old names, as in the VAE of SD 1
+        renamed = {stored: name for name, stored in self._stored.items()}
+        self._loaded[:] = [renamed.get(key, key) for key in self._loaded]  # diffusers holds this list
         if not self._specs:
             if self.pre_quantized and not (config.scheme or config.rules):
                 what = "config.json says that torchtether has quantized the model, but these files hold no Weights"

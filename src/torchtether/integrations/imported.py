@@ -10,7 +10,7 @@ import re
 import sys
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext, suppress
-from functools import partial
+from functools import cache, partial
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -76,6 +76,11 @@ def _tell_peft(model: nn.Module, path: str) -> None:
 
 def _tell_diffusers(model: nn.Module, path: str) -> None:
     """Let ``save_pretrained`` write Weights."""
+    _prepare_diffusers()
+
+
+@cache  # Python would run an import that has failed again for each module
+def _prepare_diffusers() -> None:
     _whole(_DIFFUSERS)
     with suppress(ImportError):  # an unsupported version of diffusers
         from . import diffusers  # noqa: F401 - its import prepares save_pretrained
