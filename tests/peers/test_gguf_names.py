@@ -93,10 +93,10 @@ def written(path, model, family, kind):
     return path
 
 
-def loaded(config, path):
+def loaded(config, path, *, kind=transformers.AutoModelForCausalLM, **options):
     with tt.on_meta():
-        model = transformers.AutoModelForCausalLM.from_config(copy.deepcopy(config))
-    report = tt.load(model, path, rename=tt.gguf_names(path))
+        model = kind.from_config(copy.deepcopy(config))
+    report = tt.load(model, path, **options)
     assert not report.missing_keys
     assert not report.unexpected_keys
     return model.eval()
@@ -107,7 +107,7 @@ def loaded(config, path):
 def test_values_are_those_that_transformers_reads(tmp_path, family, kind):
     config = CONFIGS[family]
     path = written(tmp_path / "x.gguf", built(config), family, kind)
-    model = loaded(config, path)
+    model = loaded(config, path, rename=tt.gguf_names(path))
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="x.gguf", config=config).eval()
     state, wanted = model.state_dict(), theirs.state_dict()
     assert state.keys() == wanted.keys()
@@ -164,3 +164,39 @@ def test_a_quantized_norm_of_gemma_is_refused(tmp_path):
         model = transformers.AutoModelForCausalLM.from_config(CONFIGS["gemma2"])
     with pytest.raises(tt.LoadError, match="output_norm.weight: it is quantized, and -1.0 cannot be added to it"):
         tt.load(model, tmp_path / "y.gguf", rename=tt.gguf_names(tmp_path / "y.gguf"))
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gemma3"])
+def test_a_model_without_a_head_is_loaded_too(tmp_path, family):
+    """Its names have no ``model.``; the file of a tied model has no head."""
+    model = built(CONFIGS[family])
+    path = written(tmp_path / "x.gguf", model, family, "Q8_0")
+    base = loaded(CONFIGS[family], path, kind=transformers.AutoModel)
+    wanted = loaded(CONFIGS[family], path).model.state_dict()
+    for name, tensor in base.state_dict().items():
+        assert type(tensor) is type(wanted[name])
+        assert torch.equal(tensor, wanted[name]), name
+
+
+def test_the_text_model_within_another_is_loaded(tmp_path):
+    text = CONFIGS["gemma3"]
+    path = written(tmp_path / "x.gguf", built(text), "gemma3", "Q8_0")
+    sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1, image_size=28)
+    config = transformers.Gemma3Config(text_config=text.to_dict(), vision_config=sizes, mm_tokens_per_image=4)
+    model = transformers.Gemma3ForConditionalGeneration(config)
+    report = tt.load(model, path, strict=False)
+    assert not report.unexpected_keys
+    assert all("vision" in name or "multi_modal" in name for name in report.missing_keys)
+    wanted = loaded(text, path).model.layers[1].mlp.up_proj.weight.dequantize()
+    assert torch.equal(model.model.language_model.layers[1].mlp.up_proj.weight, wanted)
+
+
+def test_an_architecture_without_rules_is_named(tmp_path):
+    path = written(tmp_path / "x.gguf", built(CONFIGS["qwen3"]), "qwen3", "F32")
+    data = path.read_bytes().replace(b"qwen3", b"qwen9", 1)
+    path.write_bytes(data)
+    model = built(CONFIGS["qwen3"])
+    with pytest.raises(tt.RuleError, match="no rename rules for the architecture 'qwen9', only for llama"):
+        tt.load(model, path)
+    rules = [rule for rule in tt.gguf_names(written(tmp_path / "y.gguf", model, "qwen3", "F32"))]
+    assert not tt.load(model, path, rename=rules).missing_keys

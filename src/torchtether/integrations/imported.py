@@ -21,6 +21,8 @@ from torch import nn
 from .._dtypes import dtype_name
 from ..checkpoint.reader import Checkpoint
 from ..errors import CheckpointError
+from ..formats import gguf
+from ..renaming.gguf_names import gguf_names, is_of_llama_cpp
 from ..renaming.steps import Rename
 from ..ties.names import named_tensors
 from ..torch_private.modules import buffers_of, parameters_of, unwrapped_name
@@ -151,12 +153,19 @@ CONFIGS = {_MODELING: _config_of_transformers}
 
 
 def names_of_library(model: nn.Module, checkpoint: Checkpoint) -> Rename:
-    """Return the rename rules of a transformers model; ``None`` if all names and shapes match the model already."""
+    """Return the rename rules of a transformers model; ``None`` if all names and shapes match the model already.
+
+    Raises RuleError for a GGUF file of llama.cpp for whose architecture there are no rules.
+    """
     if not is_of_transformers(model):
         return None
     shapes = {unwrapped_name(name): tuple(tensor.shape) for name, tensor in named_tensors(model).items()}
     if all(name in shapes and checkpoint.fit(name, shapes[name]) == shapes[name] for name in checkpoint):
         return None
+    if checkpoint.format == gguf.name and is_of_llama_cpp(checkpoint):
+        embedding = "embed_tokens.weight"
+        place = next((name.removesuffix(embedding) for name in shapes if name.endswith(embedding)), "model.")
+        return [*gguf_names(checkpoint), (r"^model\.", place)]  # a model without a head has no "model."
     from .transformers_names import transformers_names
 
     return transformers_names(model)  # type: ignore[arg-type]

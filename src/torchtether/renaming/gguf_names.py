@@ -143,6 +143,11 @@ def gguf_names(source: Checkpoint | Path | str) -> Rules:
     return rules + _OWN[family] + _DECODER
 
 
+def is_of_llama_cpp(source: Checkpoint) -> bool:
+    """Return whether the tensors have llama.cpp's names."""
+    return "token_embd.weight" in source and any(name.startswith("blk.0.") for name in source)
+
+
 def _without_frequencies(name: str) -> str | None:
     return None if re.search(r"(^|\.)rope_(freqs|factors_long|factors_short)\.", name) else name
 
