@@ -587,6 +587,23 @@ def test_trainer_without_adapters_makes_checkpoints_and_resumes(tmp_path, name, 
     assert all(torch.equal(w.dequantize(), first.get_parameter(n).dequantize()) != bool(scheme) for n, w in weights)
 
 
+@pytest.mark.parametrize("size", ["5GB", "60KB"])
+@pytest.mark.parametrize("name", ["tied", "untied"])
+def test_accelerates_load_checkpoint_in_model_reads_the_files_of_save_pretrained(tmp_path, name, size):
+    """torch's ``set_model_state_dict``, which it calls, adds the model's own tensors to the state dict."""
+    accelerate = pytest.importorskip("accelerate")
+    model = tt.quantize(built(CONFIGS[name]()), "int8")
+    model.save_pretrained(tmp_path, max_shard_size=size)
+    held, wanted = dict(model.named_parameters(remove_duplicate=False)), logits_of(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2)
+    assert not torch.equal(logits_of(model), wanted)
+    accelerate.load_checkpoint_in_model(model, tmp_path)
+    assert torch.equal(logits_of(model), wanted)
+    assert all(model.get_parameter(name) is one for name, one in held.items())
+
+
 @pytest.mark.parametrize("how", ["quantize", "from_pretrained"])
 def test_load_state_dict_reads_the_files_of_save_pretrained(tmp_path, how):
     from safetensors.torch import load_file

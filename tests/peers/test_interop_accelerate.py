@@ -24,6 +24,19 @@ def test_load_checkpoint_in_model_reads_ours_and_ties_hold(tmp_path, aliases, sh
     assert model.head.weight is model.emb.weight
 
 
+@pytest.mark.parametrize("shard", ["10GB", 300])
+def test_load_checkpoint_in_model_encodes_floats_as_quantize_does(tmp_path, shard):
+    source, model = build(Tied), tt.quantize(build(Tied, seed=4), "int8")
+    accelerate.Accelerator(cpu=True).save_model(source, tmp_path, max_shard_size=shard)
+    optimizer = torch.optim.AdamW(model.parameters())
+    accelerate.load_checkpoint_in_model(model, tmp_path)
+    expected = tt.quantize(source, "int8")
+    for name, weight in expected.named_parameters():
+        assert torch.equal(weight.dequantize(), model.get_parameter(name).dequantize()), name
+    assert model.head.weight is model.emb.weight
+    tt.check_optimizer(model, optimizer)
+
+
 def test_load_checkpoint_and_dispatch_reads_ours(tmp_path):
     source, model = build(Tied), build(Tied, meta=True)
     tt.save(source, tmp_path / "x.safetensors")

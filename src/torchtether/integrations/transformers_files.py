@@ -54,7 +54,8 @@ def dtype_of(model: Any, name: str) -> torch.dtype:
 def join_parts(model: Any, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
     """Put Weights in place of their parts in ``state_dict``, for the Weights that ``model`` holds.
 
-    This is a hook before ``load_state_dict``, with which ``Trainer`` reads the files of ``save_pretrained``.
+    This is a hook before ``load_state_dict``, with which ``Trainer`` and accelerate's ``load_checkpoint_in_model`` read
+    the files of ``save_pretrained``.
 
     Raises CheckpointError, before anything is loaded, if a part is absent or has a wrong dtype or shape.
     """
@@ -63,7 +64,8 @@ def join_parts(model: Any, state_dict: dict[str, Any], prefix: str, *others: Any
             continue
         key = prefix + name
         parts = {part: part_key(key, part) for part in held.parts}
-        if key not in state_dict and not state_dict.keys().isdisjoint(parts.values()):
+        is_absent = state_dict.get(key, held) is held  # torch's set_model_state_dict adds those of the model itself
+        if is_absent and not state_dict.keys().isdisjoint(parts.values()):
             check_parts(key, held.spec, state_dict, name=key)
             found = {part: state_dict.pop(stored) for part, stored in parts.items()}
             state_dict[key] = Weight(found, held.spec.replace(tie=None))
