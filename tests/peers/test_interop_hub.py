@@ -27,6 +27,18 @@ def test_load_torch_model_reads_ours_and_ties_hold(tmp_path, aliases, shard, kin
     assert tt.find_ties(model) == tt.find_ties(source)
 
 
+@pytest.mark.filterwarnings("ignore:TypedStorage")  # safetensors asks for it where a storage has no address
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_a_save_of_weights_is_refused_with_the_call_that_writes_them(tmp_path, is_tied):
+    model = tt.quantize(build(Tied), "int8")
+    if not is_tied:
+        tt.untie(model, "head.weight")
+    with pytest.raises(RuntimeError, match=r"tt\.save") as caught:
+        hub.save_torch_model(model, tmp_path)
+    assert "\n" not in str(caught.value)
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("shard", ["5GB", 300])
 @pytest.mark.parametrize("meta", [True, False])
 def test_what_save_torch_model_writes_loads_tied(tmp_path, shard, meta):

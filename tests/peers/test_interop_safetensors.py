@@ -249,6 +249,15 @@ def test_load_file_gives_every_key_of_copies(tmp_path, kind):
     assert all(name.startswith("torchtether.") for name in found)
 
 
+@pytest.mark.filterwarnings("ignore:TypedStorage")
+def test_load_model_into_weights_is_refused_with_the_call_that_reads(tmp_path):
+    safetensors.torch.save_model(build(Tied), str(tmp_path / "x.safetensors"))
+    model = tt.quantize(build(Tied, seed=4), "int8")
+    with pytest.raises(RuntimeError, match=r"load a file into it by tt\.load\.$") as caught:
+        safetensors.torch.load_model(model, tmp_path / "x.safetensors")
+    assert "\n" not in str(caught.value)
+
+
 # -- its files in our loader ------------------------------------------------------------------------------------------
 
 

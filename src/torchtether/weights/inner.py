@@ -51,7 +51,8 @@ class EmptyStorage(torch.UntypedStorage):
             return 0
         raise RuntimeError(
             "Attempted to access the data pointer on an invalid python storage: it is that of a wrapper around other "
-            "tensors. Write a Weight by tt.save or torch.save, or through torchtether.integrations."
+            "tensors. Write a Weight by tt.save or torch.save, or through torchtether.integrations, and load a file "
+            "into it by tt.load."
         )
 
     def __repr__(self) -> str:

@@ -43,10 +43,10 @@ def _viewed(*ops: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     return register
 
 
-def _cannot(op: Any, weight: Weight, why: str) -> UnsupportedOpError:
-    return UnsupportedOpError(
-        f"{op} of a Weight of shape {tuple(weight.shape)} {why}", fix="Call .dequantize() on the Weight first."
-    )
+def _cannot(
+    op: Any, weight: Weight, why: str, fix: str = "Call .dequantize() on the Weight first."
+) -> UnsupportedOpError:
+    return UnsupportedOpError(f"{op} of a Weight of shape {tuple(weight.shape)} {why}", fix=fix)
 
 
 # -- permutations -------------------------------------------------------------------------------------------------
@@ -227,7 +227,8 @@ def select(op: Any, weight: Weight, dim: int, index: int) -> Weight:
             f"select(): index {index} out of range for tensor of size {tuple(weight.shape)} at dimension {dim}"
         )
     if weight.dim() == 1 or not weight.spec.is_contiguous:
-        raise _cannot(op, weight, "by one index cannot share its storage")
+        fix = "Call .dequantize() on the Weight first. To write a file, call tt.save."  # huggingface_hub comes here
+        raise _cannot(op, weight, "by one index cannot share its storage", fix)
     row = _rows(op, weight, dim, index % rows, index % rows + 1)
     dim %= weight.dim()
     return _reshape(op, row, tuple(n for d, n in enumerate(row.shape) if d != dim))
