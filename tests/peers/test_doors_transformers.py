@@ -648,6 +648,29 @@ def test_parameters_on_disk_are_refused_and_not_read_as_floats(tmp_path):
             auto.from_pretrained(tmp_path / folder, device_map=places, offload_folder=tmp_path / "off", **options)
 
 
+@pytest.mark.parametrize("device_map", ["auto", "sequential"])
+@pytest.mark.parametrize("scheme", ["int8", "int4"])
+def test_a_device_map_is_planned_with_the_bytes_of_weights(tmp_path, device_map, scheme):
+    """With those of the floats, a part of the model would go to "disk"."""
+    from torchtether.integrations.transformers import TetherConfig
+
+    auto, plain = transformers.AutoModelForCausalLM, built(CONFIGS["tied"]())
+    plain.save_pretrained(tmp_path / "plain")
+    model = tt.quantize(copy.deepcopy(plain), scheme)
+    model.save_pretrained(tmp_path / "quantized")
+    size = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+    for folder, room, options in (
+        ("plain", 1.25, {"quantization_config": TetherConfig(scheme)}),
+        ("quantized", 1.1, {}),
+    ):
+        places = {"device_map": device_map, "max_memory": {"cpu": int(size * room)}}
+        read = auto.from_pretrained(tmp_path / folder, **places, **options)
+        assert torch.equal(logits_of(read), logits_of(model))
+        assert read.lm_head.weight is read.model.embed_tokens.weight
+        with pytest.raises(tt.CheckpointError, match="cannot be placed on 'disk'"):
+            auto.from_pretrained(tmp_path / folder, **{**places, "max_memory": {"cpu": int(size * 0.9)}}, **options)
+
+
 def quantized_by_command(folder, config, auto):
     from torchtether.cli.main import main
 

@@ -153,6 +153,18 @@ class TetherQuantizer(HfQuantizer):  # type: ignore[misc]
         """Return whether the parameter will be encoded."""
         return param_name in self.chosen
 
+    def param_element_size(self, model: Any, param_name: str, param: Tensor) -> float:
+        """Return the bytes of one element after loading: ``device_map="auto"`` is planned with them."""
+        spec = self.specs.get(param_name)
+        scheme, shape = (spec.scheme, spec.base) if spec is not None else (self.chosen.get(param_name), param.shape)
+        if scheme is None or not param.numel():
+            return param.element_size()
+        return scheme.nbytes(tuple(shape), param.dtype) / param.numel()
+
+    def adjust_max_memory(self, max_memory: dict[str, Any]) -> dict[str, Any]:
+        """Return what a device map may fill: a tenth is left for the values that are being encoded."""
+        return {place: size * 0.9 for place, size in max_memory.items()} if self.chosen else max_memory
+
     def get_quantize_ops(self) -> ConversionOps:
         """Return the operation that encodes a parameter."""
         return _Encode(self)
