@@ -511,6 +511,28 @@ def test_a_plain_model_with_the_config_of_a_quantized_folder_is_saved_as_plain(t
     assert torch.equal(logits_of(read), logits_of(fresh))
 
 
+@pytest.mark.parametrize("how", ["quantize", "from_pretrained"])
+def test_the_config_of_a_live_quantized_model_is_taken(tmp_path, how):
+    from torchtether.integrations.transformers import TetherConfig
+
+    auto, plain = transformers.AutoModelForCausalLM, built(CONFIGS["tied"]())
+    plain.save_pretrained(tmp_path / "plain")
+    if how == "quantize":
+        model = tt.quantize(built(CONFIGS["tied"]()), "int8")
+    else:
+        model = auto.from_pretrained(tmp_path / "plain", quantization_config=TetherConfig("int8"))
+        assert model.config.quantization_config is model.hf_quantizer.quantization_config  # it names the scheme
+    for is_saved in (False, True):
+        read = auto.from_pretrained(tmp_path / "plain", config=model.config)
+        expected = plain if how == "quantize" else model
+        assert weights_of(read).keys() == weights_of(expected).keys(), is_saved
+        assert torch.equal(logits_of(read), logits_of(expected)), is_saved
+        model.save_pretrained(tmp_path / "quantized")
+    read = auto.from_pretrained(tmp_path / "quantized", config=model.config)
+    assert weights_of(read).keys() == weights_of(model).keys()
+    assert torch.equal(logits_of(read), logits_of(model))
+
+
 def test_quantize_that_fails_leaves_no_quantizer(monkeypatch):
     from torchtether.exchange.exchange import Exchange
 

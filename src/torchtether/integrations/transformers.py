@@ -52,6 +52,10 @@ class TetherConfig(LoadRules, QuantizationConfigMixin):  # type: ignore[misc]
     'int8'
     """
 
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return the field ``key``: ``from_pretrained(..., config=model.config)`` takes this for a mapping."""
+        return getattr(self, key, default)
+
 
 class _Encode(ConversionOps):  # type: ignore[misc]
     """Encode a parameter that transformers has just read into a Weight."""
@@ -259,7 +263,9 @@ def attach(model: Any) -> Callable[[], None] | None:
     """
     if getattr(model, "hf_quantizer", None) is not None:
         return None
-    config = TetherConfig()
+    held = getattr(model.config, "quantization_config", None)
+    config = held if isinstance(held, TetherConfig) else TetherConfig()
+    is_shared = config is held  # a model around this one, with the same config, has a quantizer
     model.hf_quantizer = TetherQuantizer(config, pre_quantized=False)
     model.config.quantization_config = config
     hook = model.register_load_state_dict_pre_hook(join_parts)
@@ -267,7 +273,8 @@ def attach(model: Any) -> Callable[[], None] | None:
     def detach() -> None:
         hook.remove()
         del model.hf_quantizer
-        model.config.__dict__.pop("quantization_config", None)
+        if not is_shared:
+            model.config.__dict__.pop("quantization_config", None)
 
     return detach
 
