@@ -626,6 +626,19 @@ def test_accelerates_load_checkpoint_in_model_reads_the_files_of_save_pretrained
     assert all(model.get_parameter(name) is one for name, one in held.items())
 
 
+def test_a_weight_in_two_shards_is_refused_with_the_call_that_reads_it(tmp_path):
+    accelerate = pytest.importorskip("accelerate")
+    model = tt.quantize(built(CONFIGS["tied"]()), "nf4")
+    model.save_pretrained(tmp_path, max_shard_size="1KB")
+    wanted = logits_of(model)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(2)
+    with pytest.raises(tt.CheckpointError, match=r"is not stored\. If it .* tt\.load\(model, folder\)\.$"):
+        accelerate.load_checkpoint_in_model(model, tmp_path)
+    tt.load(model, tmp_path)
+    assert torch.equal(logits_of(model), wanted)
+
+
 @pytest.mark.parametrize("how", ["quantize", "from_pretrained"])
 def test_load_state_dict_reads_the_files_of_save_pretrained(tmp_path, how):
     from safetensors.torch import load_file

@@ -178,14 +178,17 @@ def parse_weights(entries: Mapping[str, Any], stored: Mapping[str, Stored], *, n
     return {key: _weight(entry, key, stored, where=f"{name}: {key}") for key, entry in entries.items()}
 
 
-def check_parts(key: str, spec: WeightSpec, found: Mapping[str, Stored | Tensor], *, name: str) -> None:
-    """Raise CheckpointError unless ``found`` has each part of the Weight ``key``, with the right dtype and shape."""
+def check_parts(
+    key: str, spec: WeightSpec, found: Mapping[str, Stored | Tensor], *, name: str, fix: str = "Is a shard missing?"
+) -> None:
+    """Raise CheckpointError unless ``found`` has each part of the Weight ``key``, with the right dtype and shape.
+
+    ``fix`` says what to do about a part that is absent.
+    """
     for part, (dtype, shape) in layout_of(spec).items():
         one = found.get(part_key(key, part))
         if one is None:
-            raise CheckpointError(
-                f"its part {part_key(key, part)!r} is not stored", name=name, fix="Is a shard missing?"
-            )
+            raise CheckpointError(f"its part {part_key(key, part)!r} is not stored", name=name, fix=fix)
         if (one.dtype, tuple(one.shape)) != (dtype, shape):
             what = f"its part {part!r} is {one.dtype} {tuple(one.shape)}, {spec.scheme} needs {dtype} {shape}"
             raise CheckpointError(what, name=name)

@@ -66,6 +66,7 @@ def join_parts(model: Any, state_dict: dict[str, Any], prefix: str, *others: Any
         parts = {part: part_key(key, part) for part in held.parts}
         is_absent = state_dict.get(key, held) is held  # torch's set_model_state_dict adds those of the model itself
         if is_absent and not state_dict.keys().isdisjoint(parts.values()):
-            check_parts(key, held.spec, state_dict, name=key)
+            fix = "If it is in another shard, read all of them by tt.load(model, folder)."
+            check_parts(key, held.spec, state_dict, name=key, fix=fix)
             found = {part: state_dict.pop(stored) for part, stored in parts.items()}
             state_dict[key] = Weight(found, held.spec.replace(tie=None))
