@@ -52,6 +52,7 @@ NEEDED_ELSEWHERE = {
     "integrations/accelerate.py": {"accelerate"},
     "integrations/bitsandbytes.py": {"bitsandbytes"},
     "integrations/diffusers.py": {"diffusers"},
+    "integrations/huggingface_hub.py": {"huggingface_hub"},
     "integrations/peft.py": {"peft"},
     "integrations/transformers.py": {"transformers"},
     "integrations/transformers_building.py": {"transformers"},

@@ -29,6 +29,7 @@ from ..torch_private.modules import buffers_of, parameters_of, unwrapped_name
 
 _MODELING = "transformers.modeling_utils"
 _DIFFUSERS = "diffusers.models.modeling_utils"
+_HUB = "huggingface_hub.hub_mixin"
 _KEPT = "_keep_in_fp32_modules"
 
 NAMING = "transformers.conversion_mapping"
@@ -69,26 +70,30 @@ def _tell_transformers(model: nn.Module, path: str) -> Callable[[], None] | None
     return detach if undone else None
 
 
+@cache  # Python would run an import that has failed again for each module
+def _prepare(library: str, integration: str) -> None:
+    """Import a module of this room, whose import prepares the library for Weights."""
+    _whole(library)
+    with suppress(ImportError):  # an unsupported version of the library
+        import_module(f".{integration}", __package__)
+
+
 def _tell_peft(model: nn.Module, path: str) -> None:
     """Let the layers of PEFT merge into Weights."""
-    _whole("peft")
-    with suppress(ImportError):  # an unsupported version of PEFT
-        from . import peft  # noqa: F401 - its import patches PEFT
+    _prepare("peft", "peft")
 
 
 def _tell_diffusers(model: nn.Module, path: str) -> None:
-    """Let ``save_pretrained`` write Weights."""
-    _prepare_diffusers()
+    """Let ``save_pretrained`` of diffusers write Weights."""
+    _prepare(_DIFFUSERS, "diffusers")
 
 
-@cache  # Python would run an import that has failed again for each module
-def _prepare_diffusers() -> None:
-    _whole(_DIFFUSERS)
-    with suppress(ImportError):  # an unsupported version of diffusers
-        from . import diffusers  # noqa: F401 - its import prepares save_pretrained
+def _tell_hub(model: nn.Module, path: str) -> None:
+    """Let models with ``PyTorchModelHubMixin`` write Weights and read them."""
+    _prepare(_HUB, "huggingface_hub")
 
 
-LISTENERS = {"peft": _tell_peft, _MODELING: _tell_transformers, _DIFFUSERS: _tell_diffusers}
+LISTENERS = {"peft": _tell_peft, _MODELING: _tell_transformers, _DIFFUSERS: _tell_diffusers, _HUB: _tell_hub}
 """Functions that prepare an imported library for the Weights of a module; see ``exchange.LISTENERS``."""
 
 

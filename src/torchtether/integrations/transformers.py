@@ -52,10 +52,6 @@ class TetherConfig(LoadRules, QuantizationConfigMixin):  # type: ignore[misc]
     'int8'
     """
 
-    def get(self, key: str, default: Any = None) -> Any:
-        """Return the field ``key``: ``from_pretrained(..., config=model.config)`` takes this for a mapping."""
-        return getattr(self, key, default)
-
 
 class _Encode(ConversionOps):  # type: ignore[misc]
     """Encode a parameter that transformers has just read into a Weight."""
