@@ -178,6 +178,11 @@ def parse_weights(entries: Mapping[str, Any], stored: Mapping[str, Stored], *, n
     return {key: _weight(entry, key, stored, where=f"{name}: {key}") for key, entry in entries.items()}
 
 
+def parse_weight_entries(text: str, stored: Mapping[str, Stored], *, name: str) -> dict[str, Any]:
+    """Return the entries in ``text``, a JSON object by the name of a Weight, for ``parse_weights``."""
+    return parse_object(text, name=name, what=_WHAT, floats=True, values=_values(len(stored)))
+
+
 def check_parts(
     key: str, spec: WeightSpec, found: Mapping[str, Stored | Tensor], *, name: str, fix: str = "Is a shard missing?"
 ) -> None:

@@ -1,6 +1,7 @@
 """Our own format: part ``p`` of the Weight ``n`` is the plain tensor ``n.p``; the record holds scheme and shape.
 
-In files that transformers' ``save_pretrained`` wrote, the record is in ``quantization_config`` of ``config.json``.
+In files by ``save_pretrained`` of transformers or diffusers, the record is in ``quantization_config`` of
+``config.json``. Those of diffusers have it in their metadata, too (``WEIGHTS``): variants share one ``config.json``.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..files import part_key
-from ..files.record import parse_weights
+from ..files.record import parse_weight_entries, parse_weights
 from ..geometry.views import Shape
 from ..weights.spec import WeightSpec
 from ..weights.weight import Weight
@@ -22,15 +23,18 @@ name = "native"
 METHOD = "torchtether"
 """The ``quant_method`` in ``config.json``."""
 
-evidence = Evidence(methods=(METHOD,), record=True)
+WEIGHTS = "torchtether.weights"
+"""The key in the metadata of files for the record of all Weights, in this file or others."""
+
+evidence = Evidence(methods=(METHOD,), metadata=(WEIGHTS,), record=True)
 
 
 def recognise(contents: Contents) -> Found | None:
     """Return the Weights in the record, by name; ``None`` if there are none.
 
-    Raises CheckpointError for an invalid record in ``config.json``.
+    Raises CheckpointError for an invalid record in the metadata or in ``config.json``.
     """
-    weights = contents.record.weights or _in_config(contents)
+    weights = contents.record.weights or _beside(contents)
     if not weights:
         return None
     return Found(
@@ -41,16 +45,18 @@ def recognise(contents: Contents) -> Found | None:
     )
 
 
-def _in_config(contents: Contents) -> Mapping[str, WeightSpec]:
-    """Return the Weights that ``config.json`` describes, except those that are stored as plain tensors.
+def _beside(contents: Contents) -> Mapping[str, WeightSpec]:
+    """Return the Weights that metadata or ``config.json`` describe, except those that are stored as plain tensors.
 
     Tools that dequantize a model leave the description in its config.
     """
-    entries = contents.quantization.get("weights") if contents.method == METHOD else None
+    where, entries = "config.json", contents.quantization.get("weights") if contents.method == METHOD else None
+    if WEIGHTS in contents.metadata:
+        where, entries = WEIGHTS, parse_weight_entries(contents.metadata[WEIGHTS], contents.tensors, name=WEIGHTS)
     if not isinstance(entries, Mapping):
         return {}
     in_parts = {name: entry for name, entry in entries.items() if name not in contents.tensors}
-    return parse_weights(in_parts, contents.tensors, name="config.json")
+    return parse_weights(in_parts, contents.tensors, name=where)
 
 
 def unpack(entry: Entry, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -6,6 +6,7 @@ are of transformers. ``quantization_config.py`` says how Weights are stored.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from contextlib import suppress
 from copy import copy
@@ -25,6 +26,7 @@ from ..errors import CheckpointError, RuleError
 from ..exchange.exchange import add_load_hook, tell_listeners
 from ..exchange.refusals import ON_DISK, is_on_disk
 from ..files.record import part_key
+from ..formats import native
 from ..schemes import Scheme
 from ..ties.names import named_tensors
 from ..ties.records import find_ties
@@ -157,8 +159,9 @@ class TetherQuantizer(DiffusersQuantizer):  # type: ignore[misc]
     def get_state_dict_and_metadata(
         self, state_dict: Mapping[str, Tensor], safe_serialization: bool = False
     ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Return ``state_dict`` with the parts of each Weight in place of it, and no metadata."""
-        return in_parts(state_dict)[0], {}
+        """Return ``state_dict`` with the parts of each Weight in place of it, and the specs of the Weights."""
+        state, specs = in_parts(state_dict)
+        return state, {native.WEIGHTS: json.dumps(specs)}
 
     @property
     def is_serializable(self) -> bool:

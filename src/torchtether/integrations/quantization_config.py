@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from .._checks import describe
 from ..checkpoint.reader import Checkpoint
 from ..conversion.selection import Rules, schemes_for
 from ..errors import ArgumentError, CheckpointError
@@ -51,6 +52,8 @@ class LoadRules:
             raise ArgumentError("is a mapping, not a scheme", name="scheme", fix="Give rules by glob as rules=.")
         self.scheme = _to_json(scheme)
         self.rules = {glob: _to_json(one) for glob, one in (rules or {}).items()}
+        if not isinstance(weights, Mapping | None):
+            raise ArgumentError(f"is {describe(weights)}, not a mapping", name="weights", fix="Leave it out.")
         self.weights = dict(weights or {})
         for one in (self.scheme, *self.rules.values()):
             _from_json(one)

@@ -1,4 +1,4 @@
-"""diffusers reads quantized folders whose files have the old names of attention, as the VAE of Stable Diffusion 1."""
+"""Names in folders of diffusers: the old ones of attention, as in the VAE of Stable Diffusion 1, and variants."""
 
 import importlib
 import re
@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 import torchtether as tt
 
 diffusers = pytest.importorskip("diffusers")
-importlib.import_module("torchtether.integrations.diffusers")
+doors = importlib.import_module("torchtether.integrations.diffusers")
 pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]  # what diffusers warns about
 
 OLD = {"to_q": "query", "to_k": "key", "to_v": "value", "to_out.0": "proj_attn"}
@@ -33,3 +33,26 @@ def test_old_names_are_read_after_the_command_line_has_quantized(tmp_path):
     for name, tensor in read.state_dict().items():
         assert type(tensor) is type(expected[name]), name
         assert torch.equal(tensor, expected[name]), name
+
+
+@pytest.mark.parametrize("shards", [{}, {"max_shard_size": "5KB"}], ids=["one file", "shards"])
+def test_variants_that_are_quantized_otherwise_stay_apart(tmp_path, shards):
+    """They share one ``config.json``, and nf4 and fp4 have parts of the same shapes."""
+    made = {}
+    for variant, scheme in {None: "nf4", "other": "fp4", "small": "int8"}.items():
+        torch.manual_seed(0)
+        vae = tt.quantize(diffusers.AutoencoderKL(block_out_channels=(32,), norm_num_groups=4), scheme)
+        vae.save_pretrained(tmp_path, variant=variant, **shards)
+        made[variant] = vae.state_dict()
+    for variant, expected in made.items():
+        read = diffusers.AutoencoderKL.from_pretrained(tmp_path, variant=variant).state_dict()
+        assert any(isinstance(tensor, tt.Weight) for tensor in read.values())
+        for name, tensor in read.items():
+            assert type(tensor) is type(expected[name]), name
+            assert getattr(tensor, "spec", None) == getattr(expected[name], "spec", None), name
+            assert torch.equal(tensor.dequantize(), expected[name].dequantize()), name
+
+
+def test_a_config_without_sense_is_one_line():
+    with pytest.raises(tt.ArgumentError, match="weights: is an int, not a mapping"):
+        doors.TetherConfig(weights=5)
