@@ -68,6 +68,8 @@ def carry_over(source: Path, target: Path, read: frozenset[str] = frozenset()) -
             raise CheckpointError(f"the file cannot be copied: {error.strerror}", name=str(root / path)) from None
         with given, open(copied, "xb") as made:
             shutil.copyfileobj(given, made)
+            made.flush()
+            os.fsync(made.fileno())
         done.files.append(path)
         if _is_of_weights(path.lower()):
             done.weights.append(path)

@@ -30,6 +30,8 @@ def folder_for(path: Path) -> Iterator[None]:
         except OSError as error:
             raise CheckpointError(f"the folder cannot be created: {error.strerror}", name=str(path)) from None
         yield
+        for folder in new:
+            sync_folder(folder.parent)
     except BaseException:
         with contextlib.suppress(OSError):
             for folder in new:
@@ -61,6 +63,8 @@ def new_folder(path: Path) -> Iterator[Path]:
                         os.chmod(temporary, mode)
                 with held(temporary):
                     yield temporary
+                for inner, _, _ in os.walk(temporary):
+                    sync_folder(Path(inner))
                 os.replace(temporary, target)
                 sync_folder(target.parent)
             except OSError as error:

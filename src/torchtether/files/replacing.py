@@ -1,4 +1,4 @@
-"""Atomic replacement of files: readers see the old or the new files, also after a crash or beside other writers.
+"""Atomic replacement of files: readers see the old or the new files, also after a crash, or beside other writers.
 
 A single file is written beside its target, under a hidden name, synced, and renamed over it. A save to a folder may
 write several files (shards, their index, ``config.json``), and must remove those of an older save. ``put_in_place``
@@ -15,6 +15,9 @@ makes them one change:
    that describe nothing but its quantization (``SETTINGS``): readers would apply them to the new files.
 7. The mark is removed, then the lock is released.
 
+After a power failure a disk may lack changes of names that nobody has synced, each for itself. So the folders are
+synced before and after 3, before and after the one rename that suffices, and before 7.
+
 So a crash before 3 leaves the old checkpoint, and a crash after 7 the new one. After a crash between, the mark says
 what is left to do, and the next reader or save does it. A reader that cannot refuses the files (``marks.check_ended``);
 the next save under the stem replaces them. ``config.json`` is the old or the new one at every moment, and no other file
@@ -29,7 +32,7 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from io import FileIO
@@ -196,6 +199,8 @@ def _is_of(stem: str | None, name: str) -> bool:
 def _perform(steps: Sequence[Step], marks: Sequence[Path]) -> None:
     """Put up ``marks``, do ``steps``, and remove the marks."""
     were_torn = any(map(os.path.lexists, marks))
+    if marks:  # after a power failure they must find the files that they list
+        _sync({step.hidden.parent for step in steps if step.hidden})
     try:
         for mark, text in zip(marks, describe(marks, steps), strict=True):
             with beside(mark) as made:
@@ -206,13 +211,22 @@ def _perform(steps: Sequence[Step], marks: Sequence[Path]) -> None:
     except (OSError, CheckpointError):
         for mark in reversed(marks) if not were_torn else ():  # nothing has changed yet
             mark.unlink(missing_ok=True)
+            sync_folder(mark.parent)
         raise
-    changed |= {step.do().parent for step in steps[1:]}
-    for folder in changed:
-        sync_folder(folder)
+    decisive = max(at for at, step in enumerate(steps) if step.hidden)
+    for at, step in enumerate(steps[1:], 1):
+        if not marks and at in (decisive, decisive + 1):  # this rename is the change: it comes alone to the disk
+            _sync(changed)
+        changed.add(step.do().parent)
+    _sync(changed)
     for mark in marks:
         mark.unlink(missing_ok=True)  # without locks another save may have removed it
         sync_folder(mark.parent)
+
+
+def _sync(folders: Iterable[Path]) -> None:
+    for folder in folders:
+        sync_folder(folder)
 
 
 def _steps(change: FolderChange, texts: Sequence[tuple[Path, Path]]) -> tuple[list[Step], bool]:
