@@ -236,7 +236,7 @@ def test_a_new_folder_has_everything_on_the_disk_when_it_gets_its_name(tmp_path,
     assert {path.stat().st_ino for path in (tmp_path, tmp_path / "deep")} <= synced
 
 
-@pytest.mark.parametrize("name", ["new", "deep/new", "new.safetensors", "deep/new.safetensors"])
+@pytest.mark.parametrize("name", ["new", "deep/new", "new.safetensors", "deep/new.safetensors", "new.gguf"])
 def test_new_folders_of_a_save_are_on_the_disk_when_it_returns(tmp_path, monkeypatch, name):
     synced, stock = set(), os.fsync
 
@@ -245,5 +245,5 @@ def test_new_folders_of_a_save_are_on_the_disk_when_it_returns(tmp_path, monkeyp
         stock(descriptor)
 
     monkeypatch.setattr(os, "fsync", sync)
-    tt.save(net(1), tmp_path / name)
+    tt.save(net(1), tmp_path / name, format="gguf" if name.endswith(".gguf") else "native")
     assert {path.stat().st_ino for path in [tmp_path, *tmp_path.rglob("*")]} <= synced
