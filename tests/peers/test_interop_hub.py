@@ -120,6 +120,89 @@ def test_a_file_that_does_not_fit_the_model_is_refused(tmp_path):
     assert isinstance(Mixed.from_pretrained(tmp_path).lin.weight, tt.Weight)
 
 
+class Square(torch.nn.Module, hub.PyTorchModelHubMixin):
+    """A square weight, its transpose, and a buffer."""
+
+    def __init__(self, dtype=torch.float32):
+        super().__init__()
+        self.one, self.other = (torch.nn.Linear(64, 64, bias=False, dtype=dtype) for _ in range(2))
+        self.one.weight.requires_grad_(False)
+        self.other.weight = torch.nn.Parameter(self.one.weight.detach().t())
+        self.register_buffer("table", torch.rand(64, 64, dtype=dtype))
+
+
+def test_views_buffers_and_frozen_parameters_stay_what_they_are(tmp_path):
+    importlib.import_module("torchtether.integrations.huggingface_hub")
+    model = tt.quantize(Square(), {"*": "int8"})
+    model.table = tt.Weight.encode(model.table, tt.int8())
+    model.save_pretrained(tmp_path)
+    read = Square.from_pretrained(tmp_path, strict=True)
+    assert tt.find_ties(read) == tt.find_ties(model)
+    assert [name for name, _ in read.named_buffers()] == ["table"]
+    assert [one.requires_grad for one in read.parameters()] == [False, True]
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(read.state_dict()[name].dequantize(), tensor.dequantize()), name
+
+
+@pytest.mark.parametrize("kept", ["emb.weight", "head.weight"])
+def test_a_model_with_one_name_of_a_tie_takes_its_values(tmp_path, kept):
+    class Half(torch.nn.Module, hub.PyTorchModelHubMixin):
+        def __init__(self):
+            super().__init__()
+            self.add_module(kept.split(".")[0], torch.nn.Linear(64, 16, bias=False, dtype=torch.bfloat16))
+
+    importlib.import_module("torchtether.integrations.huggingface_hub")
+    model = tt.quantize(Mixed(), "int8")
+    model.save_pretrained(tmp_path)
+    found = Half.from_pretrained(tmp_path).state_dict()[kept]
+    assert found.dtype == torch.bfloat16
+    assert torch.equal(found.dequantize(), model.head.weight.to(torch.bfloat16).dequantize())
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_file_with_one_name_of_a_tie_fills_both(tmp_path, strict):
+    importlib.import_module("torchtether.integrations.huggingface_hub")
+    model = tt.quantize(Mixed(), "int8")
+    model.save_pretrained(tmp_path)
+    tensors = {name: tensor for name, tensor in model.state_dict().items() if name != "head.weight"}
+    tt.save(tensors, tmp_path / "model.safetensors")
+    read = Mixed.from_pretrained(tmp_path, strict=strict)
+    assert read.head.weight is read.emb.weight
+    assert torch.equal(read.head.weight.dequantize(), model.head.weight.dequantize())
+
+
+class Packed(torch.nn.Module, hub.PyTorchModelHubMixin):
+    """A layer that unpacks its weight itself, with the names of GPTQ."""
+
+    def __init__(self, **settings):
+        super().__init__()
+        self.lin = torch.nn.Module()
+        for name, shape, dtype in [("qweight", (8, 64), torch.int32), ("qzeros", (1, 8), torch.int32),
+                                   ("scales", (1, 64), torch.float16), ("g_idx", (64,), torch.int32)]:  # fmt: skip
+            self.lin.register_buffer(name, torch.zeros(shape, dtype=dtype))
+
+
+@pytest.mark.parametrize("beside", ["config.json", "quantize_config.json"])
+def test_files_whose_names_the_model_has_are_read_as_ever(tmp_path, beside):
+    """Also those of other formats, and those beside which something cannot be read."""
+    importlib.import_module("torchtether.integrations.huggingface_hub")
+    model = Packed(quantization_config={"quant_method": "gptq", "bits": 4, "group_size": 64, "desc_act": False})
+    model.lin.qweight += 7
+    model.lin.scales += 1
+    model.save_pretrained(tmp_path)
+    if beside != "config.json":
+        (tmp_path / beside).write_text("{")
+    read = Packed.from_pretrained(tmp_path)
+    assert all(torch.equal(tensor, read.state_dict()[name]) for name, tensor in model.state_dict().items())
+
+
+def test_a_model_on_meta_is_refused_in_one_line(tmp_path):
+    importlib.import_module("torchtether.integrations.huggingface_hub")
+    tt.quantize(Mixed(), "int8").save_pretrained(tmp_path)
+    with tt.on_meta(), pytest.raises(tt.CheckpointError, match="is on meta, where stock loads put no values"):
+        Mixed.from_pretrained(tmp_path)
+
+
 @pytest.mark.parametrize("shard", ["5GB", 300])
 @pytest.mark.parametrize("meta", [True, False])
 def test_what_save_torch_model_writes_loads_tied(tmp_path, shard, meta):
