@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import torchtether as tt
+from tests.formats.ggufs import gguf as raw
 
 gguf = pytest.importorskip("gguf")
 transformers = pytest.importorskip("transformers", minversion="5.0")
@@ -164,6 +165,32 @@ def test_a_quantized_norm_of_gemma_is_refused(tmp_path):
         model = transformers.AutoModelForCausalLM.from_config(CONFIGS["gemma2"])
     with pytest.raises(tt.LoadError, match="output_norm.weight: it is quantized, and -1.0 cannot be added to it"):
         tt.load(model, tmp_path / "y.gguf", rename=tt.gguf_names(tmp_path / "y.gguf"))
+
+
+def test_norms_that_have_their_names_already_keep_their_values(tmp_path):
+    """One name of transformers among those of llama.cpp."""
+    model = built(CONFIGS["gemma2"])
+    writer = gguf.GGUFWriter(str(tmp_path / "y.gguf"), "gemma2")
+    for tensor in gguf.GGUFReader(str(written(tmp_path / "x.gguf", model, "gemma2", "F32"))).tensors:
+        if tensor.name == "output_norm.weight":
+            writer.add_tensor("model.norm.weight", model.model.norm.weight.detach().numpy())
+        else:
+            writer.add_tensor(tensor.name, np.array(tensor.data), raw_dtype=tensor.tensor_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    read = loaded(CONFIGS["gemma2"], tmp_path / "y.gguf")
+    assert torch.equal(read.model.norm.weight, model.model.norm.weight)
+
+
+def test_queries_and_keys_without_rows_are_faults(tmp_path):
+    tensors = [("token_embd.weight", (64, 64), "F32", bytes(2**14))]
+    tensors += [(f"blk.0.attn_{one}.weight", (), "F32", bytes(4)) for one in "qk"]
+    pairs = {"general.architecture": "llama", "llama.attention.head_count": 4}
+    (tmp_path / "x.gguf").write_bytes(raw(tensors, pairs))
+    with pytest.raises(tt.LoadError, match=r"blk.0.attn_q.weight: it has shape \(\), whose rows cannot be divided"):
+        tt.load(built(CONFIGS["llama"]), tmp_path / "x.gguf")
 
 
 @pytest.mark.parametrize("family", ["gemma2", "gemma3"])

@@ -80,7 +80,7 @@ _SHARED_EXPERT: Rules = [
 ]
 
 _GEMMA: Rules = [
-    _Increase(r"norm\.weight$", -1.0),
+    _Increase(r"^(blk\.\d+\.\w+|output)_norm\.weight$", -1.0),  # not those that have transformers' names already
     (r"^blk\.(\d+)\.post_attention_norm\.", r"model.layers.\1.post_attention_layernorm."),
     (r"^blk\.(\d+)\.ffn_norm\.", r"model.layers.\1.pre_feedforward_layernorm."),
     (r"^blk\.(\d+)\.post_ffw_norm\.", r"model.layers.\1.post_feedforward_layernorm."),
@@ -177,7 +177,7 @@ def _check_heads(source: Checkpoint, heads: int, kv_heads: int) -> None:
         queries = name.replace(".attn_k.", ".attn_q.")
         if queries == name or queries not in source:
             continue
-        rows, of_keys = (source.spec(one).shape[0] for one in (queries, name))
+        rows, of_keys = ((*source.spec(one).shape, 0)[0] for one in (queries, name))
         if rows * kv_heads != of_keys * heads:
             raise CheckpointError(
                 f"it has {of_keys} rows and {queries} has {rows}, which are not {kv_heads} and {heads} equal heads",
