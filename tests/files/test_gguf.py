@@ -267,11 +267,33 @@ def test_a_folder_with_the_parts_of_two_files_names_each_once(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["x-00001-of-00001.gguf", "x-00003-of-00002.gguf", "x-1-of-2.gguf", "x-00000-of-00002.gguf"]
+    "name",
+    [
+        "x-00001-of-00001.gguf",
+        "x-00003-of-00002.gguf",
+        "x-1-of-2.gguf",
+        "x-00000-of-00002.gguf",
+        "x-0000\u0661-of-00002.gguf",
+    ],
 )
 def test_a_whole_file_may_have_such_a_name(tmp_path, name):
     path = written(tmp_path, gguf([W]), name)
-    assert list(tt.open(path)) == ["w"]
+    assert list(tt.open(path)) == list(tt.open(tmp_path)) == ["w"]
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_one_line_names_the_part_that_a_folder_lacks(tmp_path, number):
+    parts(tmp_path, 2, 2)[number - 1].unlink()
+    assert f"the part x-0000{number}-of-00002.gguf does not exist. Fetch every part." in refused(tmp_path)
+
+
+def test_nothing_is_saved_under_the_name_of_a_part(tmp_path):
+    paths = parts(tmp_path)
+    for path in (paths[0], tmp_path / "y-00001-of-00002.gguf"):
+        with pytest.raises(tt.CheckpointError, match="it is the name of one of several parts"):
+            tt.save(torch.nn.Linear(4, 4), path, format="gguf")
+    assert sorted(tmp_path.iterdir()) == paths
+    assert len(tt.open(tmp_path)) == 3
 
 
 def test_one_part_is_whole_as_gguf_split_writes_it(tmp_path):

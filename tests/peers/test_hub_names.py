@@ -181,12 +181,27 @@ def test_the_command_line_takes_uris(many, capsys):
     capsys.readouterr()
     for path, words in {
         "hf://org/name@many": "several GGUF files: big-00001-of-00002.gguf, q4.gguf. Give one: hf://org/name/big-0",
-        "hf://org/name@many/absent.gguf": "hf://org/name/absent.gguf: the repository has no such file. Correct",
+        "hf://org/name@many/absent.gguf": "hf://org/name/absent.gguf: the cache has no such file. Correct",
         "hf://org/name@many/absent": "org/name/absent: the repository has no safetensors or GGUF file",
         "hf://org/name@many/pytorch_model.bin": "the repository has no safetensors or GGUF file",
     }.items():
         assert main(["inspect", path]) == 1
         assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("path", ["org/name@parts", "hf://org/name@parts", "hf://org/name@parts/x-00001-of-99999.gguf"])
+def test_files_are_not_compared_with_the_names_of_parts_that_are_not_there(cache, path, monkeypatch):
+    put(cache, "9" * 40, {"x-00001-of-99999.gguf": b"GGUF", "config.json": b"{}"}, "parts")
+    asked, download = [], hub.snapshot_download
+
+    def counted(*arguments, **options):
+        asked.append(len(options["allow_patterns"]))
+        return download(*arguments, **options)
+
+    monkeypatch.setattr(hub, "snapshot_download", counted)
+    with pytest.raises(tt.CheckpointError, match=r"the cache lacks the part x-00002-of-99999.gguf. Fetch every part."):
+        tt.open(path)
+    assert max(asked) < 100
 
 
 # -- a server ---------------------------------------------------------------------------------------------------------
@@ -271,6 +286,10 @@ def test_only_the_files_that_are_needed_are_fetched(tmp_path):
         assert (done.returncode, done.stderr) == (0, "")
         assert asked >= {"tokenizer.json", "1_Pooling/x.json"}
         assert not asked & {"pytorch_model.bin", "consolidated.safetensors", "onnx/model.onnx", ".gitattributes"}
+        done = run("inspect", "hf://org/name/absent.gguf")
+        assert done.stderr == (
+            "torchtether: hf://org/name/absent.gguf: the repository has no such file. Correct the path.\n"
+        )
         done = run("inspect", "org/none")
         assert done.returncode == 1
         assert done.stderr.startswith("torchtether: org/none: there is no such file or folder, ")

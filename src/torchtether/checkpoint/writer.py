@@ -31,6 +31,7 @@ from ..files import (
     gguf_packing,
     is_folder,
     is_taken,
+    names_of_parts,
     put_in_place,
     read_beside,
     replacing,
@@ -192,6 +193,9 @@ def check_target(
                 name=str(path),
                 fix="Give such a name.",
             )
+        if len(names_of_parts(path.name)) > 1:
+            what = "it is the name of one of several parts, and all would be written to it"
+            raise CheckpointError(what, name=str(path), fix="Give the name of a whole file.")
         if max_shard_size is not None:
             raise CheckpointError(f"{format.name} has no shards", name="max_shard_size", fix="Leave it out.")
         return

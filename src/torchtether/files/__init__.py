@@ -8,6 +8,7 @@ from .dtypes import CODES, DTYPES
 from .folder import folder_for, is_folder, is_taken, new_folder
 from .ggml import PACKINGS, Packing
 from .gguf import PAIRS, GgufFile
+from .gguf_parts import names_of_parts
 from .gguf_writer import Pairs, gguf_packing, write_gguf
 from .header import Stored
 from .hub import local_path
@@ -27,6 +28,6 @@ __all__ = [
     "PICKLED", "STAGED", "SUFFIX", "Batch", "CarriedOver", "Closing", "DcpFile", "Doubt", "FolderChange", "GgufFile",
     "Packing", "Pairs", "Record", "Ring", "Scratch", "Store", "Stored", "TensorFile", "allocate", "beside",
     "carry_over", "check_writable", "folder_for", "format_index", "gguf_packing", "is_dcp", "is_folder", "is_taken",
-    "is_weight_view", "local_path", "new_folder", "part_key", "put_in_place", "read_beside", "replacing", "scratch",
-    "stem_like", "write_gguf", "write_made",
+    "is_weight_view", "local_path", "names_of_parts", "new_folder", "part_key", "put_in_place", "read_beside",
+    "replacing", "scratch", "stem_like", "write_gguf", "write_made",
 ]  # fmt: skip

@@ -113,19 +113,25 @@ def _fetched(
     within = glob.escape(place)
     folder = fetch(revision, [within + one for one in (f"*{INDEX_SUFFIX}", *BESIDE)], f"{within}*/*")
     commit = folder.name  # all further calls use the commit, because the branch may move meanwhile
+    where, fix = "repository", "Correct the path."
     try:
         names = list(hub.HfApi().list_repo_files(name, revision=commit))
     except Exception:  # offline: list the files in the cache
+        where, fix = "cache", "Correct the path, or fetch it once while online."
         names = [one.relative_to(folder).as_posix() for one in folder.rglob("*") if not one.is_dir()]
     names = [one.removeprefix(place) for one in names if one.startswith(place)]
-    if file and file not in names:
-        raise CheckpointError("the repository has no such file", name=f"hf://{name}/{inside}", fix="Correct the path.")
+    there, uri = {*names}, f"hf://{name}/{inside}".rstrip("/")
+    if file and file not in there:
+        raise CheckpointError(f"the {where} has no such file", name=uri, fix=fix)
     if file:
         wanted = _files_with(folder / before, file)
         is_whole &= file.endswith(INDEX_SUFFIX)
     else:
         here = [one for one in names if "/" not in one]
         wanted = wanted_weights(f"{name}/{before}".rstrip("/"), folder / before, here)
+    absent = next((one for one in wanted if one.endswith(GGUF_SUFFIX) and one not in there), None)
+    if absent is not None:  # huggingface_hub would compare each file with the names of all parts
+        raise CheckpointError(f"the {where} lacks the part {absent}", name=uri, fix="Fetch every part.")
     wanted += [one for one in names if one in BESIDE or (is_whole and not why_left_out(one))]
     folder = fetch(commit, [within + glob.escape(one) for one in dict.fromkeys(wanted)])
     home = Path(os.path.realpath(folder.parents[1]))
