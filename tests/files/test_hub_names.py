@@ -75,3 +75,13 @@ def test_a_uri_is_never_a_local_path():
     Path("hf:/org/name").mkdir(parents=True)
     with pytest.raises(tt.CheckpointError, match="huggingface_hub, which could fetch it, is not installed"):
         local_path("hf://org/name")
+
+
+@pytest.mark.parametrize("path", ["hf://org/name", "hf://org/name/x.safetensors", "hf://org/name/x.gguf"])
+def test_nothing_is_written_to_a_local_path_of_a_uri(path, capsys):
+    with pytest.raises(tt.CheckpointError, match="it is a name of the Hub, to which nothing is written"):
+        tt.save({"w": torch.ones(2)}, path, format="gguf" if path.endswith("gguf") else "native")
+    tt.save({"w": torch.ones(2)}, "made")
+    assert main(["convert", "made", path]) == 1
+    assert "it is a name of the Hub, to which nothing is written. Give a local path" in capsys.readouterr().err
+    assert not Path("hf:").exists()

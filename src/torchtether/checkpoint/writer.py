@@ -186,6 +186,9 @@ def check_target(
     path: Path, format: Writable, *, max_shard_size: int | str | None = None, metadata: Pairs | None = None
 ) -> None:
     """Raise CheckpointError if ``format`` cannot write to ``path``, or does not support the other arguments."""
+    if path.parts[:1] == ("hf:",):  # a read of it would fetch what the Hub has
+        fix = "Give a local path, and upload what is written there."
+        raise CheckpointError("it is a name of the Hub, to which nothing is written", name=str(path), fix=fix)
     if isinstance(format, Contained):
         if path.suffix != format.suffix:
             raise CheckpointError(
