@@ -109,12 +109,12 @@ def test_what_the_cache_has_not_is_one_line(cache, capsys):
 def test_no_pickle_and_no_link_out_of_the_cache_is_read(cache, tmp_path):
     put(cache, "c" * 40, {"pytorch_model.bin": b"code", "config.json": b"{}"}, "pickled")
     with pytest.raises(
-        tt.CheckpointError, match="org/name: the repository has no safetensors or GGUF file at its top level"
+        tt.CheckpointError, match="org/name@pickled: the repository has no safetensors or GGUF file at its top level"
     ):
         tt.open("org/name", revision="pickled")
     put(cache, "d" * 40, {"a.gguf": b"", "b.gguf": b""}, "several")
     with pytest.raises(
-        tt.CheckpointError, match=r"several GGUF files: a.gguf, b.gguf. Give one: hf://org/name/a.gguf."
+        tt.CheckpointError, match=r"several GGUF files: a.gguf, b.gguf. Give one: hf://org/name@several/a.gguf."
     ):
         tt.open("org/name", revision="several")
     folder = put(cache, "e" * 40, {"config.json": b"{}"}, "linked")
@@ -180,9 +180,9 @@ def test_the_command_line_takes_uris(many, capsys):
         assert checkpoint["w"].shape == (2, 32)
     capsys.readouterr()
     for path, words in {
-        "hf://org/name@many": "several GGUF files: big-00001-of-00002.gguf, q4.gguf. Give one: hf://org/name/big-0",
-        "hf://org/name@many/absent.gguf": "hf://org/name/absent.gguf: the cache has no such file. Correct",
-        "hf://org/name@many/absent": "org/name/absent: the repository has no safetensors or GGUF file",
+        "hf://org/name@many": "several GGUF files: big-00001-of-00002.gguf, q4.gguf. Give one: hf://org/name@many/big-0",
+        "hf://org/name@many/absent.gguf": "hf://org/name@many/absent.gguf: the cache has no such file. Correct",
+        "hf://org/name@many/absent": "org/name@many/absent: the repository has no safetensors or GGUF file",
         "hf://org/name@many/pytorch_model.bin": "the repository has no safetensors or GGUF file",
     }.items():
         assert main(["inspect", path]) == 1

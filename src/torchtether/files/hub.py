@@ -120,6 +120,8 @@ def _fetched(
         where, fix = "cache", "Correct the path, or fetch it once while online."
         names = [one.relative_to(folder).as_posix() for one in folder.rglob("*") if not one.is_dir()]
     names = [one.removeprefix(place) for one in names if one.startswith(place)]
+    if revision is not None:  # advice without it would lead to the files of another one
+        name += f"@{commit if '/' in revision else revision}"
     there, uri = {*names}, f"hf://{name}/{inside}".rstrip("/")
     if file and file not in there:
         raise CheckpointError(f"the {where} has no such file", name=uri, fix=fix)
