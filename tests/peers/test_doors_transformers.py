@@ -766,6 +766,12 @@ def test_the_guide_runs(tmp_path, monkeypatch):
     exec(compile(code, "integrations.md", "exec"), {})
 
 
+def pretend(monkeypatch, version):
+    """Let ours see another version. transformers replaces its own module at the first import of its processors."""
+    ours = importlib.import_module("torchtether.integrations.transformers_version")
+    monkeypatch.setattr(ours.transformers, "__version__", version)
+
+
 @pytest.mark.parametrize("version", ["5.0.0", "5.20.2", "5.22.2"])
 def test_an_old_transformers_is_refused_and_never_gives_random_values(tmp_path, monkeypatch, version):
     from torchtether.integrations.transformers import TetherConfig
@@ -774,7 +780,7 @@ def test_an_old_transformers_is_refused_and_never_gives_random_values(tmp_path, 
     model = built(CONFIGS["tied"]())
     model.save_pretrained(tmp_path / "plain")
     tt.quantize(model, "int8").save_pretrained(tmp_path / "quantized")
-    monkeypatch.setattr(transformers, "__version__", version)
+    pretend(monkeypatch, version)
     for folder, options in {"plain": {"quantization_config": TetherConfig("int8")}, "quantized": {}}.items():
         with pytest.raises(ImportError, match="^transformers: .*5.23 or newer. Update") as caught:
             auto.from_pretrained(tmp_path / folder, **options)
@@ -787,6 +793,6 @@ def test_a_transformers_without_the_modules_that_ours_imports_is_named(monkeypat
     monkeypatch.delitem(sys.modules, "torchtether.integrations.transformers", raising=False)
     with pytest.raises(ImportError, match="core_model_loading"):
         importlib.import_module("torchtether.integrations.transformers")
-    monkeypatch.setattr(transformers, "__version__", "4.57.6")
+    pretend(monkeypatch, "4.57.6")
     with pytest.raises(ImportError, match="this is 4.57.6, .* 5.23 or newer"):
         importlib.import_module("torchtether.integrations.transformers")
