@@ -1,10 +1,13 @@
 """Names of the Hub: a local path takes precedence, and without huggingface_hub one line says what to do."""
 
+import re
 import sys
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import torchtether as tt
 from torchtether.cli.main import main
@@ -85,3 +88,32 @@ def test_nothing_is_written_to_a_local_path_of_a_uri(path, capsys):
     assert main(["convert", "made", path]) == 1
     assert "it is a name of the Hub, to which nothing is written. Give a local path" in capsys.readouterr().err
     assert not Path("hf:").exists()
+
+
+@given(st.text(alphabet="ab/.@:%\\ \n\u0661", max_size=30))
+def test_text_after_the_scheme_never_leaves_its_repository(text):
+    """It is refused, or means a repository of two names and a path below it."""
+    try:
+        found = hub._parse(f"hf://{text}")
+    except tt.CheckpointError as error:
+        assert "it is no name of a repository" in str(error)
+        return
+    assert re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", found["name"], re.ASCII)
+    inside = PurePosixPath(found["inside"] or "")
+    assert not inside.is_absolute()
+    assert ".." not in inside.parts
+    assert "/" not in (found["revision"] or "") or found["revision"].startswith("refs/")
+
+
+@pytest.mark.parametrize(
+    ("uri", "revision", "inside"),
+    [
+        ("hf://org/name@refs/pr/12/a/x.gguf", "refs/pr/12", "a/x.gguf"),
+        ("hf://org/name@refs/convert/parquet", "refs/convert/parquet", None),
+        ("hf://org/name@v1/refs/pr/1", "v1", "refs/pr/1"),
+        ("hf://org/name@refs/heads/x", "refs", "heads/x"),
+        ("hf://org/name/x@2.gguf", None, "x@2.gguf"),
+    ],
+)
+def test_a_revision_ends_where_the_path_begins(uri, revision, inside):
+    assert hub._parse(uri) == {"name": "org/name", "revision": revision, "inside": inside}

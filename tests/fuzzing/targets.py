@@ -192,6 +192,30 @@ def gguf_seeds():
     return [gguf_bytes(tensors, pairs), gguf_bytes([], {"x": True}), gguf_bytes(tensors[2:], {}, version=2)]
 
 
+def gguf_parts(data):
+    """The two parts of a file, one after the other in ``data``; rules for its names, too."""
+    at = data.find(b"GGUF", 1)
+    first, second = (data, b"") if at < 0 else (data[:at], data[at:])
+    put("x-00002-of-00002.gguf", second)
+    path = put("x-00001-of-00002.gguf", first)
+    read_store(path)
+    tt.gguf_names(path)
+
+
+def gguf_parts_seeds():
+    made = []
+    for family in ("llama", "gemma2", "qwen3moe"):
+        pairs = {"general.architecture": family, f"{family}.attention.head_count": 2, f"{family}.expert_count": 2}
+        heads = [(f"blk.0.attn_{one}.weight", (4, 32), "Q8_0", bytes(range(136))) for one in "qk"]
+        others = [(f"blk.0.{one}.weight", (2, 2), "F32", bytes(16)) for one in ("ffn_gate_exps", "ffn_up_exps")]
+        parts = [
+            gguf_bytes(some, {**(pairs if number == 0 else {}), "split.no": number, "split.count": 2})
+            for number, some in enumerate([heads, others])
+        ]
+        made.append(b"".join(parts))
+    return made
+
+
 def saved_by_torch(state):
     made = io.BytesIO()
     torch.save(state, made)
@@ -382,6 +406,7 @@ TARGETS = {
     "index": Target(index, index_seeds, "json"),
     "beside": Target(beside, beside_seeds, "json"),
     "gguf": Target(gguf, gguf_seeds),
+    "gguf parts": Target(gguf_parts, gguf_parts_seeds),
     "pickle": Target(pickled, pickle_seeds, "pickle"),
     "archive": Target(archive, archive_seeds),
     "dcp": Target(dcp_metadata, lambda: [dcp_files()[1]], "pickle"),

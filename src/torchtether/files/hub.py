@@ -23,7 +23,8 @@ from .opening import BESIDE
 
 _REPOSITORY = r"(?P<name>[A-Za-z0-9][\w.-]{0,95}/[\w.-]{1,96})"
 _NAME = re.compile(rf"{_REPOSITORY}(@(?P<revision>[^@\s]{{1,200}}))?", re.ASCII)
-_URI = re.compile(rf"hf://{_REPOSITORY}(@(?P<revision>[^@\s/]{{1,200}}))?(/(?P<inside>.{{0,1000}}))?", re.ASCII)
+_REFERENCE = r"refs/pr/\d{1,9}|refs/convert/\w{1,99}|[^@\s/]{1,200}"  # other revisions with a slash: revision=
+_URI = re.compile(rf"hf://{_REPOSITORY}(@(?P<revision>{_REFERENCE}))?(/(?P<inside>.{{0,1000}}))?", re.ASCII)
 _FILES = (SUFFIX, GGUF_SUFFIX, ".json", *PICKLED)
 _IN_REPOSITORIES = (SUFFIX, GGUF_SUFFIX, INDEX_SUFFIX)
 
