@@ -182,8 +182,8 @@ def test_the_command_line_takes_uris(many, capsys):
     for path, words in {
         "hf://org/name@many": "several GGUF files: big-00001-of-00002.gguf, q4.gguf. Give one: hf://org/name@many/big-0",
         "hf://org/name@many/absent.gguf": "hf://org/name@many/absent.gguf: the cache has no such file. Correct",
-        "hf://org/name@many/absent": "org/name@many/absent: the repository has no safetensors or GGUF file",
-        "hf://org/name@many/pytorch_model.bin": "the repository has no safetensors or GGUF file",
+        "hf://org/name@many/absent": "org/name@many/absent: the repository has no safetensors or GGUF file there",
+        "hf://org/name@many/pytorch_model.bin": "the repository has no safetensors or GGUF file there",
     }.items():
         assert main(["inspect", path]) == 1
         assert words in capsys.readouterr().err

@@ -366,7 +366,7 @@ class Checkpoint(Closing, Mapping[str, Tensor]):
 
 
 def open_checkpoint(path: Path | str, *, revision: str | None = None) -> Checkpoint:
-    """Open the checkpoint at ``path``: a safetensors file, a folder of them, an index, or a ``torch.save`` file.
+    """Open the checkpoint at ``path``: a safetensors or GGUF file, a folder, an index, or a ``torch.save`` file.
 
     Text like ``"org/name"``, if nothing has that path, is a repository of the Hugging Face Hub at ``revision`` (a
     branch, a tag or a commit), and ``"hf://org/name/x.gguf"`` a file or a folder in one. huggingface_hub downloads the

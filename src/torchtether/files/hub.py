@@ -175,7 +175,8 @@ def wanted_weights(name: str, folder: Path, names: Iterable[str]) -> list[str]:
         raise CheckpointError(what, name=name, fix=f"Give one: hf://{name}/{wholes[0]}.")
     if not wholes:
         fix = "Other files may hold code, and are not fetched. Download them, and give their path."
-        raise CheckpointError("the repository has no safetensors or GGUF file at its top level", name=name, fix=fix)
+        where = "at its top level" if name.count("/") == 1 else "there"
+        raise CheckpointError(f"the repository has no safetensors or GGUF file {where}", name=name, fix=fix)
     return names_of_parts(wholes[0])
 
 

@@ -1,7 +1,7 @@
 """huggingface_hub: models with ``PyTorchModelHubMixin`` write Weights to ``model.safetensors``, and read them back.
 
-Importing this changes the mixin for models and files with Weights only. Stock ``from_pretrained`` finds none of their
-names in such a file, and leaves the random values of a new model without a word.
+Importing this changes the mixin for models and files with Weights only. Stock ``from_pretrained`` does not find the
+quantized parameters in such a file, and leaves the random values of a new model in them, without a warning.
 """
 
 from __future__ import annotations
