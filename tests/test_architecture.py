@@ -51,7 +51,7 @@ NEEDED_ELSEWHERE = {
     "gpu/trial_kernel.py": {"triton"},
     "integrations/accelerate.py": {"accelerate"},
     "integrations/bitsandbytes.py": {"bitsandbytes"},
-    "integrations/diffusers.py": {"diffusers"},
+    "integrations/diffusers.py": {"accelerate", "diffusers"},
     "integrations/huggingface_hub.py": {"huggingface_hub"},
     "integrations/peft.py": {"peft"},
     "integrations/transformers.py": {"transformers"},

@@ -160,6 +160,24 @@ def test_dtypes_are_those_of_a_plain_model(tmp_path, dtype, is_stored):
     assert {tensor.dtype for tensor in model.state_dict().values() if tensor.is_floating_point()} == {torch.float64}
 
 
+@pytest.mark.parametrize("scheme", ["int8", "int4"])
+@pytest.mark.parametrize("is_stored", [False, True])
+def test_a_device_map_is_planned_with_the_size_of_the_weights(tmp_path, is_stored, scheme):
+    """Half of the dense size would be too little for the plan, and the rest would go to the disk."""
+    sizes = WAN | {"ffn_dim": 1024, "num_attention_heads": 4, "attention_head_dim": 16}
+    Wan(**sizes).save_pretrained(tmp_path)
+    options = {"quantization_config": doors.TetherConfig(scheme)}
+    dense = sum(tensor.nbytes for tensor in Wan.from_pretrained(tmp_path).state_dict().values())
+    if is_stored:
+        options = {}
+        tt.quantize(Wan.from_pretrained(tmp_path), scheme).save_pretrained(tmp_path)
+    model = Wan.from_pretrained(tmp_path, device_map="auto", max_memory={"cpu": dense // 2}, **options)
+    assert weights_of(model)
+    assert model.hf_device_map == {"": "cpu"}
+    with pytest.raises(tt.CheckpointError, match="'disk'"):
+        Wan.from_pretrained(tmp_path, device_map="auto", max_memory={"cpu": dense // 20}, **options)
+
+
 def test_from_single_file_quantizes(tmp_path):
     Wan(**WAN).save_pretrained(tmp_path / "plain")
     file = tmp_path / "plain" / "diffusion_pytorch_model.safetensors"

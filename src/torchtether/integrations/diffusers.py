@@ -14,6 +14,7 @@ from functools import wraps
 from typing import Any
 
 import diffusers
+import torch
 from diffusers.configuration_utils import FrozenDict
 from diffusers.models.modeling_utils import ModelMixin
 from diffusers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
@@ -107,6 +108,24 @@ class TetherQuantizer(DiffusersQuantizer):  # type: ignore[misc]
             if len(read) == len(keys):
                 state[name] = Weight(self._parts.pop(name), spec)
         return state
+
+    def get_special_dtypes_update(self, model: nn.Module, torch_dtype: torch.dtype) -> dict[str, Any]:
+        """Return a dtype of about the size of each Weight: diffusers plans ``device_map="auto"`` with it."""
+        from accelerate.utils import CustomDtype  # type: ignore[import-untyped] # diffusers plans maps with accelerate
+
+        sizes = {CustomDtype.INT2: 0.25, CustomDtype.INT4: 0.5, torch.int8: 1.0, torch.int16: 2.0, torch.int32: 4.0}
+        specs = {name: self._specs[stored] for name, stored in self._stored.items()}
+        made: dict[str, Any] = {}
+        for name, param in model.named_parameters():
+            scheme = specs[name].scheme if name in specs else self._chosen.get(name)
+            if scheme is not None and param.numel():
+                size = scheme.nbytes(tuple(param.shape), torch_dtype or param.dtype) / param.numel()
+                made[name] = next((one for one, room in sizes.items() if room >= 0.85 * size), torch.float64)
+        return made
+
+    def adjust_max_memory(self, max_memory: dict[str, Any]) -> dict[str, Any]:
+        """Return what a device map may fill: a tenth is left for scales, and for the values that are being encoded."""
+        return {place: size * 0.9 for place, size in max_memory.items()}
 
     @property
     def supports_parallel_loading(self) -> bool:
