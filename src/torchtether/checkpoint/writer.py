@@ -188,7 +188,8 @@ def check_target(
     """Raise CheckpointError if ``format`` cannot write to ``path``, or does not support the other arguments."""
     if path.parts[:1] == ("hf:",):  # a read of it would fetch what the Hub has
         fix = "Give a local path, and upload what is written there."
-        raise CheckpointError("it is a name of the Hub, to which nothing is written", name=str(path), fix=fix)
+        name = f"hf://{path.as_posix()[4:]}"  # a Path keeps one slash
+        raise CheckpointError("it is a name of the Hub, to which nothing is written", name=name, fix=fix)
     if isinstance(format, Contained):
         if path.suffix != format.suffix:
             raise CheckpointError(
