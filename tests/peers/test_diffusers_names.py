@@ -56,3 +56,16 @@ def test_variants_that_are_quantized_otherwise_stay_apart(tmp_path, shards):
 def test_a_config_without_sense_is_one_line():
     with pytest.raises(tt.ArgumentError, match="weights: is an int, not a mapping"):
         doors.TetherConfig(weights=5)
+
+
+def test_parts_of_weights_that_no_config_announces_are_refused(tmp_path):
+    """Saving a plain variant drops the announcement, which both share; ``tt.save`` may have that name, too."""
+    vae = tt.quantize(diffusers.AutoencoderKL(block_out_channels=(32,), norm_num_groups=4), "int8")
+    vae.save_pretrained(tmp_path)
+    tt.dequantize(vae).save_pretrained(tmp_path, variant="plain")
+    assert not any(
+        isinstance(tensor, tt.Weight)
+        for tensor in diffusers.AutoencoderKL.from_pretrained(tmp_path, variant="plain").state_dict().values()
+    )
+    with pytest.raises(tt.CheckpointError, match=r"\.qdata: is a part of a Weight, and config.json beside it has no"):
+        diffusers.AutoencoderKL.from_pretrained(tmp_path)

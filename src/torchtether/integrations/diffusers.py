@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from copy import copy
 from functools import wraps
+from inspect import signature
 from typing import Any
 
 import diffusers
@@ -249,7 +250,25 @@ def _as_held(original: Any) -> Any:
     return save_pretrained
 
 
+def _noticing(original: Any) -> Any:
+    """Make ``from_pretrained`` refuse parts of Weights that no config announces: it would leave their places empty."""
+
+    @wraps(original)
+    def _load_pretrained_model(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        given = signature(original).bind(cls, *args, **kwargs).arguments
+        names, keys = given["model"].state_dict(), given["loaded_keys"]
+        part = next((key for key in keys if key.endswith(".qdata") and key.removesuffix(".qdata") in names), None)
+        if part is not None and given.get("hf_quantizer") is None:
+            what = "is a part of a Weight, and config.json beside it has no quantization_config of torchtether"
+            raise CheckpointError(what, name=part, fix="Read the folder with tt.load, or save it by save_pretrained.")
+        return original(cls, *args, **kwargs)
+
+    return classmethod(_load_pretrained_model)
+
+
 if METHOD not in AUTO_QUANTIZER_MAPPING:
     AUTO_QUANTIZER_MAPPING[METHOD] = TetherQuantizer
     AUTO_QUANTIZATION_CONFIG_MAPPING[METHOD] = TetherConfig
+    stock = ModelMixin._load_pretrained_model.__func__  # type: ignore[attr-defined]
+    ModelMixin._load_pretrained_model = _noticing(stock)  # type: ignore[method-assign]
     ModelMixin.save_pretrained = _as_held(ModelMixin.save_pretrained)  # type: ignore[method-assign]
