@@ -88,6 +88,7 @@ with _uncollected():  # one garbage collection over all objects of torch would t
 _warn_if_untested()
 _CONFIGS.update(_imported.CONFIGS)
 _LISTENERS.update(_imported.LISTENERS)
+_imported.ABOVE["load"] = load
 _INITIALISING.update(_imported.INITIALISING)
 _FILLED.update(_imported.FILLED)
 

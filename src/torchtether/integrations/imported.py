@@ -70,6 +70,10 @@ def _tell_transformers(model: nn.Module, path: str) -> Callable[[], None] | None
     return detach if undone else None
 
 
+ABOVE: dict[str, Callable[..., Any]] = {}
+"""Functions of rooms above this one that modules here call, by their public names; the package puts them here."""
+
+
 @cache  # Python would run an import that has failed again for each module
 def _prepare(library: str, integration: str) -> None:
     """Import a module of this room, whose import prepares the library for Weights."""
