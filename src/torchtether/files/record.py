@@ -132,6 +132,11 @@ def part_key(name: str, part: str) -> str:
     return f"{name}.{part}"
 
 
+def part_keys(name: str, spec: WeightSpec) -> dict[str, str]:
+    """Return the keys of the stored parts of the Weight ``name``, by part."""
+    return {part: part_key(name, part) for part in spec.scheme.layout(spec.base)}
+
+
 def parse_record(text: str, stored: Mapping[str, Stored], *, name: str) -> Record:
     """Return the record in the metadata of the file ``name``, which stores ``stored``.
 
@@ -150,7 +155,7 @@ def parse_record(text: str, stored: Mapping[str, Stored], *, name: str) -> Recor
         if not isinstance(found.setdefault(key, kind()), kind):
             raise CheckpointError(f"the field {key!r} of the torchtether record is not a {kind.__name__}", name=name)
     weights = parse_weights(found["weights"], stored, name=name)
-    parts = {part_key(key, part) for key, spec in weights.items() for part in spec.scheme.layout(spec.base)}
+    parts = {stored_key for key, spec in weights.items() for stored_key in part_keys(key, spec).values()}
     strides = {key: _strides(entry, stored.get(key), where=f"{name}: {key}") for key, entry in found["strides"].items()}
     if not all(isinstance(key, str) for key in found["copies"]):
         raise CheckpointError("the field 'copies' of the torchtether record has values that are not names", name=name)

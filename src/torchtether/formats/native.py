@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..files import part_key
-from ..files.record import parse_weight_entries, parse_weights
+from ..files.record import parse_weight_entries, parse_weights, part_keys
 from ..geometry.views import Shape
 from ..weights.spec import WeightSpec
 from ..weights.weight import Weight
@@ -37,12 +37,7 @@ def recognise(contents: Contents) -> Found | None:
     weights = contents.record.weights or _beside(contents)
     if not weights:
         return None
-    return Found(
-        {
-            name: Entry.of({part: part_key(name, part) for part in spec.scheme.layout(spec.base)}, spec)
-            for name, spec in weights.items()
-        }
-    )
+    return Found({name: Entry.of(part_keys(name, spec), spec) for name, spec in weights.items()})
 
 
 def _beside(contents: Contents) -> Mapping[str, WeightSpec]:

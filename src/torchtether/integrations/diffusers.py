@@ -7,7 +7,7 @@ are of transformers. ``quantization_config.py`` says how Weights are stored.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from copy import copy
 from functools import wraps
@@ -23,18 +23,27 @@ from diffusers.quantizers.base import DiffusersQuantizer
 from diffusers.quantizers.quantization_config import QuantizationConfigMixin
 from torch import Tensor, nn
 
-from ..conversion.quantizing import dequantize
 from ..errors import CheckpointError, RuleError
-from ..exchange.exchange import add_load_hook, tell_listeners
 from ..exchange.refusals import ON_DISK, is_on_disk
-from ..files.record import part_key
+from ..files.record import part_keys
 from ..formats import native
 from ..schemes import Scheme
 from ..ties.names import named_tensors
 from ..ties.records import find_ties
 from ..weights.spec import WeightSpec
 from ..weights.weight import Weight
-from .quantization_config import METHOD, LoadRules, check_device_map, encoded, frozen, in_parts, is_ours, specs_of
+from .quantization_config import (
+    METHOD,
+    LoadRules,
+    QuantizerTraits,
+    check_device_map,
+    encoded,
+    finish_load,
+    frozen,
+    in_parts,
+    is_ours,
+    specs_of,
+)
 
 if not hasattr(DiffusersQuantizer, "maybe_update_loaded_keys"):
     raise ImportError(
@@ -61,7 +70,7 @@ class TetherConfig(LoadRules, QuantizationConfigMixin):  # type: ignore[misc]
         return self.to_dict()  # type: ignore[no-any-return]
 
 
-class TetherQuantizer(DiffusersQuantizer):  # type: ignore[misc]
+class TetherQuantizer(QuantizerTraits, DiffusersQuantizer):  # type: ignore[misc]
     """The quantizer with which diffusers loads and saves models whose parameters are Weights."""
 
     use_keep_in_fp32_modules = True
@@ -87,7 +96,7 @@ class TetherQuantizer(DiffusersQuantizer):  # type: ignore[misc]
         Raises CheckpointError if a part is absent or has a wrong dtype or shape.
         """
         self._specs = specs_of(checkpoint_files) if self.pre_quantized else {}
-        names = {key: name for name, spec in self._specs.items() for key in _keys(name, spec).values()}
+        names = {key: name for name, spec in self._specs.items() for key in part_keys(name, spec).values()}
         self._loaded = list(dict.fromkeys(names.get(key, key) for key in loaded_keys))
         return self._loaded
 
@@ -97,13 +106,11 @@ class TetherQuantizer(DiffusersQuantizer):  # type: ignore[misc]
         Raises CheckpointError for parts that nothing describes: ``from_single_file`` reads no ``config.json``.
         """
         state = dict(state_dict)
-        if not self._specs and (part := next((key for key in state if key.endswith(".qdata")), "")):
-            what = "is a part of a Weight, and no config.json beside it describes the Weight"
-            fix = "Read a folder by save_pretrained with from_pretrained, and other files with tt.load."
-            raise CheckpointError(what, name=part, fix=fix)
+        if not self._specs:
+            _check_described(state)
         for name, stored in self._stored.items():
             spec = self._specs[stored]
-            keys = _keys(stored, spec)
+            keys = part_keys(stored, spec)
             read = self._parts.setdefault(name, {})
             read |= {part: state.pop(key) for part, key in keys.items() if key in state}
             if len(read) == len(keys):
@@ -169,11 +176,7 @@ class TetherQuantizer(DiffusersQuantizer):  # type: ignore[misc]
         setattr(model.get_submodule(path), leaf, encoded(values, scheme) if scheme else frozen(values))
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
-        model.is_quantized = False  # else diffusers forbids ``.half()``, which Weights support
-        names = [name for name, tensor in named_tensors(model).items() if isinstance(tensor, Weight)]
-        for path in {name.rpartition(".")[0] for name in names}:
-            add_load_hook(model.get_submodule(path))
-        tell_listeners(model, names)
+        finish_load(model)
         return model
 
     def get_state_dict_and_metadata(
@@ -188,23 +191,14 @@ class TetherQuantizer(DiffusersQuantizer):  # type: ignore[misc]
         """Return True: ``save_pretrained`` can write the model."""
         return True
 
-    @property
-    def is_trainable(self) -> bool:
-        """Return True: parameters that are not quantized can be trained."""
-        return True
 
-    @property
-    def is_compileable(self) -> bool:
-        """Return True: ``torch.compile`` supports the model."""
-        return True
-
-    def _dequantize(self, model: nn.Module) -> nn.Module:
-        return dequantize(model)
-
-
-def _keys(name: str, spec: WeightSpec) -> dict[str, str]:
-    """Return the keys of the stored parts of the Weight ``name``, by part."""
-    return {part: part_key(name, part) for part in spec.scheme.layout(spec.base)}
+def _check_described(keys: Iterable[str]) -> None:
+    """Raise CheckpointError for a part of a Weight among ``keys``, of tensors that no config describes."""
+    part = next((key for key in keys if key.endswith(".qdata")), None)
+    if part is not None:
+        what = "is a part of a Weight, and no config.json beside it describes the Weight"
+        fix = "Read a folder by save_pretrained with from_pretrained, and other files with tt.load."
+        raise CheckpointError(what, name=part, fix=fix)
 
 
 def _described(model: Any) -> Any:
@@ -256,11 +250,8 @@ def _noticing(original: Any) -> Any:
     @wraps(original)
     def _load_pretrained_model(cls: Any, *args: Any, **kwargs: Any) -> Any:
         given = signature(original).bind(cls, *args, **kwargs).arguments
-        names, keys = given["model"].state_dict(), given["loaded_keys"]
-        part = next((key for key in keys if key.endswith(".qdata") and key.removesuffix(".qdata") in names), None)
-        if part is not None and given.get("hf_quantizer") is None:
-            what = "is a part of a Weight, and config.json beside it has no quantization_config of torchtether"
-            raise CheckpointError(what, name=part, fix="Read the folder with tt.load, or save it by save_pretrained.")
+        if given.get("hf_quantizer") is None:
+            _check_described({*given["loaded_keys"]} - given["model"].state_dict().keys())
         return original(cls, *args, **kwargs)
 
     return classmethod(_load_pretrained_model)
@@ -269,6 +260,6 @@ def _noticing(original: Any) -> Any:
 if METHOD not in AUTO_QUANTIZER_MAPPING:
     AUTO_QUANTIZER_MAPPING[METHOD] = TetherQuantizer
     AUTO_QUANTIZATION_CONFIG_MAPPING[METHOD] = TetherConfig
-    stock = ModelMixin._load_pretrained_model.__func__  # type: ignore[attr-defined]
-    ModelMixin._load_pretrained_model = _noticing(stock)  # type: ignore[method-assign]
+    _stock = ModelMixin._load_pretrained_model.__func__  # type: ignore[attr-defined]
+    ModelMixin._load_pretrained_model = _noticing(_stock)  # type: ignore[method-assign]
     ModelMixin.save_pretrained = _as_held(ModelMixin.save_pretrained)  # type: ignore[method-assign]

@@ -17,13 +17,16 @@ from torch import Tensor, nn
 
 from .._checks import describe
 from ..checkpoint.reader import Checkpoint
+from ..conversion.quantizing import dequantize
 from ..conversion.selection import Rules, schemes_for
 from ..errors import ArgumentError, CheckpointError
+from ..exchange.exchange import add_load_hook, tell_listeners
 from ..files.index import index_of
-from ..files.record import part_key, weight_to_json
+from ..files.record import weight_to_json
 from ..formats import native
 from ..schemes import Scheme, resolve, scheme_from_json
 from ..ties.components import shared_components, tie_of
+from ..ties.names import named_tensors
 from ..weights.spec import Tie, WeightSpec
 from ..weights.weight import Weight
 
@@ -118,6 +121,32 @@ def specs_of(files: Sequence[str | Path]) -> dict[str, WeightSpec]:
         return {name: entry.spec for name, entry in checkpoint.entries.items() if entry.spec is not None}
 
 
+class QuantizerTraits:
+    """What the quantizers of both libraries answer alike."""
+
+    @property
+    def is_trainable(self) -> bool:
+        """Return True: parameters that are not quantized can be trained."""
+        return True
+
+    @property
+    def is_compileable(self) -> bool:
+        """Return True: ``torch.compile`` supports the model."""
+        return True
+
+    def _dequantize(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        return dequantize(model)
+
+
+def finish_load(model: Any) -> None:
+    """Prepare a model whose Weights a library has put in place for stock loads, calls and saves."""
+    model.is_quantized = False  # else these libraries forbid ``.half()`` and training, which Weights support
+    names = [name for name, tensor in named_tensors(model).items() if isinstance(tensor, Weight)]
+    for path in {name.rpartition(".")[0] for name in names}:
+        add_load_hook(model.get_submodule(path))
+    tell_listeners(model, names)
+
+
 def encoded(values: Tensor, scheme: Scheme) -> nn.Parameter:
     """Return ``values`` as a frozen Weight of ``scheme``; one that has this scheme already, as it is."""
     is_encoded = isinstance(values, Weight) and values.scheme == scheme
@@ -141,5 +170,5 @@ def in_parts(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str
             state[name] = tensor
         elif name not in aliases:
             specs[name] = weight_to_json(held[name].spec)
-            state |= {part_key(name, part): one.detach() for part, one in held[name].parts.items()}
+            state |= native.pack(name, held[name])
     return state, specs

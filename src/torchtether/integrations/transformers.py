@@ -11,7 +11,6 @@ from functools import wraps
 from inspect import signature
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import PreTrainedModel
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
@@ -27,16 +26,25 @@ except ImportError:
     check_version()
     raise
 
-from ..conversion.quantizing import dequantize
 from ..errors import CheckpointError
-from ..exchange.exchange import add_load_hook, tell_listeners
-from ..files.record import check_parts, part_key
+from ..files.record import check_parts, part_key, part_keys
 from ..schemes import Scheme
 from ..ties.names import named_tensors
 from ..ties.records import find_ties
 from ..weights.spec import Tie, WeightSpec
 from ..weights.weight import Weight
-from .quantization_config import METHOD, LoadRules, check_device_map, encoded, frozen, in_parts, is_ours, specs_of
+from .quantization_config import (
+    METHOD,
+    LoadRules,
+    QuantizerTraits,
+    check_device_map,
+    encoded,
+    finish_load,
+    frozen,
+    in_parts,
+    is_ours,
+    specs_of,
+)
 from .transformers_files import dtype_of, join_parts, under_names_of
 
 
@@ -101,12 +109,12 @@ class _Rebuild(ConversionOps):  # type: ignore[misc]
         }
         check_parts(full_layer_name, spec, found, name=full_layer_name)
         dtype = spec.dtype if model is None else dtype_of(model, full_layer_name)
-        parts = {part: found[part_key(full_layer_name, part)] for part in spec.scheme.layout(spec.base)}
+        parts = {part: found[key] for part, key in part_keys(full_layer_name, spec).items()}
         return {full_layer_name: frozen(Weight(parts, spec).to(dtype))}
 
 
 @register_quantizer(METHOD)
-class TetherQuantizer(HfQuantizer):  # type: ignore[misc]
+class TetherQuantizer(QuantizerTraits, HfQuantizer):  # type: ignore[misc]
     """The quantizer with which transformers loads and saves models whose parameters are Weights."""
 
     requires_calibration = False
@@ -138,15 +146,11 @@ class TetherQuantizer(HfQuantizer):  # type: ignore[misc]
         return model
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> nn.Module:
-        model.is_quantized = False  # else transformers forbids ``.half()`` and training, which Weights support
         self.validate_environment(device_map=getattr(model, "hf_device_map", None))  # "auto" is resolved by now
-        names = [name for name, tensor in named_tensors(model).items() if isinstance(tensor, Weight)]
-        for path in {name.rpartition(".")[0] for name in names}:
-            add_load_hook(model.get_submodule(path))
         model.register_load_state_dict_pre_hook(join_parts)
         if self.pre_quantized:
             model.__dict__.pop("_weight_conversions", None)  # ours have no inverse; its class gives those for a save
-        tell_listeners(model, names)
+        finish_load(model)
         return model  # type: ignore[no-any-return]
 
     def param_needs_quantization(self, model: nn.Module, param_name: str, **kwargs: Any) -> bool:
@@ -196,16 +200,6 @@ class TetherQuantizer(HfQuantizer):  # type: ignore[misc]
         """Return True: ``save_pretrained`` can write the model."""
         return True
 
-    @property
-    def is_trainable(self) -> bool:
-        """Return True: parameters that are not quantized can be trained."""
-        return True
-
-    @property
-    def is_compileable(self) -> bool:
-        """Return True: ``torch.compile`` supports the model."""
-        return True
-
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Tensor] | None, dict[str, str]]:
         """Return the state dict with the parts of each Weight in place of it, once per tied group, and no metadata.
 
@@ -240,9 +234,6 @@ class TetherQuantizer(HfQuantizer):  # type: ignore[misc]
             self._conversions = held
         if not is_wanted or self._conversions is not None:
             model._weight_conversions = self._conversions if is_wanted else []
-
-    def _dequantize(self, model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
-        return dequantize(model)
 
 
 def _in_memory(model: Any, name: str, weight: Weight) -> Weight:

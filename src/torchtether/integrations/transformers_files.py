@@ -10,7 +10,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, build_glob_alternation, rename_source_key
 
 from ..errors import CheckpointError
-from ..files.record import check_parts, part_key
+from ..files.record import check_parts, part_keys
 from ..ties.names import named_tensors
 from ..weights.spec import WeightSpec
 from ..weights.weight import Weight
@@ -63,7 +63,7 @@ def join_parts(model: Any, state_dict: dict[str, Any], prefix: str, *others: Any
         if not isinstance(held, Weight):
             continue
         key = prefix + name
-        parts = {part: part_key(key, part) for part in held.parts}
+        parts = part_keys(key, held.spec)
         is_absent = state_dict.get(key, held) is held  # torch's set_model_state_dict adds those of the model itself
         if is_absent and not state_dict.keys().isdisjoint(parts.values()):
             fix = "If it is in another shard, read all of them by tt.load(model, folder)."
