@@ -8,6 +8,7 @@ from torch import nn
 import torchtether as tt
 from tests.loading.models import Fused, Tied, build
 from tests.renaming.test_rename_rules import QKV
+from torchtether.renaming.gguf_names import _Increase
 
 TURN = tt.Transpose(r"head\.weight")
 
@@ -156,3 +157,17 @@ def test_rows_of_a_weight_that_the_file_ties(tmp_path):
     rename = [lambda name: None if name == "whole" else name, tt.Concat(["rows", "more"], "both")]
     tt.load(model, tmp_path / "x", rename=rename)
     assert torch.equal(plain(model["both"]), torch.cat([whole.dequantize()[2:6], more.dequantize()]))
+
+
+def test_a_tied_name_with_other_values_than_its_owner_is_no_alias(tmp_path):
+    """As a norm of Gemma, if a file with llama.cpp's names ties it to another tensor."""
+    values, rule = nn.Parameter(torch.rand(4)), _Increase("^a$", -1.0)
+    tt.save({"a": values, "b": values}, tmp_path / "x.safetensors")
+    apart = nn.ParameterDict({"a": torch.zeros(4), "b": torch.zeros(4)})
+    tt.load(apart, tmp_path / "x.safetensors", rename=rule)
+    assert torch.equal(apart["a"], values - 1)
+    assert torch.equal(apart["b"], values)
+    tied = nn.ParameterDict({"a": torch.zeros(4)})
+    tied["b"] = tied["a"]
+    with pytest.raises(tt.LoadError, match="the model ties it to a, the checkpoint has other values for it"):
+        tt.load(tied, tmp_path / "x.safetensors", rename=rule)
