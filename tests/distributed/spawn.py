@@ -11,6 +11,7 @@ import signal
 import tempfile
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -29,16 +30,33 @@ class RankError(AssertionError):
     """Raised if a rank raised, died or hung; the text has its traceback."""
 
 
+class _ForeignCrashError(RankError):
+    """Raised if a fatal signal hit a thread of a rank that Python has not made: one of gloo's."""
+
+
+class ForeignCrashWarning(UserWarning):
+    """Issued if ranks start again, because a thread of gloo had crashed in one of them."""
+
+
 def spawn(function: Callable, world: int, *args, timeout: float = 120.0, dies: Sequence[int] = ()) -> list:
     """Run ``function(*args)`` on ``world`` ranks of a gloo group; return their results, by rank.
 
     ``function`` is a module-level function; it, ``args`` and the results must be picklable.  It gets its rank from
     ``torch.distributed``.  After ``timeout`` seconds every process is killed.  Ranks in ``dies`` may end without a
-    result (``None``).
+    result (``None``).  Ranks start again, once, after a crash in a thread that Python has not made: gloo has
+    aborted there, once in some ten thousand groups, and each rank runs our code and its kernels in its main thread.
 
     Raises:
         The error of a rank, if it can be pickled, from a RankError with its traceback; else the RankError.
     """
+    try:
+        return _spawn(function, world, args, timeout, dies)
+    except _ForeignCrashError as error:
+        warnings.warn(f"ranks started again: {error}", ForeignCrashWarning, stacklevel=2)
+    return _spawn(function, world, args, timeout, dies)
+
+
+def _spawn(function, world, args, timeout, dies):
     context = _context()
     with tempfile.TemporaryDirectory(prefix="gloo") as folder:
         pipes = [context.Pipe(duplex=False) for _ in range(world)]
@@ -118,6 +136,8 @@ def _work(pipe, rank, world, folder, timeout, function, args):
     stacks = _stacks(folder, rank).open("w")
     faulthandler.enable(file=stacks)
     faulthandler.register(signal.SIGUSR1, file=stacks)
+    errors = _errors(folder, rank).open("w")
+    os.dup2(errors.fileno(), 2)  # what C++ says before it aborts
     torch.set_num_threads(1)
     torch.manual_seed(0)
     try:
@@ -146,8 +166,13 @@ def _stacks(folder, rank):
     return folder / f"stacks{rank}"
 
 
+def _errors(folder, rank):
+    """Return the file that takes the standard error of a rank."""
+    return folder / f"stderr{rank}"
+
+
 def _written(folder, ranks):
-    files = [_stacks(folder, rank) for rank in ranks] if folder else []
+    files = [file(folder, rank) for rank in ranks for file in (_stacks, _errors)] if folder else []
     return "\n".join(f"{file.name}:\n{file.read_text()}" for file in files if file.exists())
 
 
@@ -163,6 +188,7 @@ def _collect(processes, readers, timeout, dies, folder=None):
     end = time.monotonic() + timeout
     world = len(processes)
     answers, failures = {}, {}
+    is_foreign = False
     while len(answers) + len(failures) < world:
         left = end - time.monotonic()
         if left <= 0:
@@ -178,7 +204,9 @@ def _collect(processes, readers, timeout, dies, folder=None):
                     answers[rank] = None
                     continue
                 text = f"rank {rank} of {world} died with exit code {processes[rank].exitcode}"
-                is_good, answer = False, (None, f"{text}\n{_written(folder, [rank])}")
+                written = _written(folder, [rank])
+                is_foreign |= "Fatal Python error" in written and "Current thread" not in written
+                is_good, answer = False, (None, f"{text}\n{written}")
             if is_good:
                 answers[rank] = answer
             else:
@@ -187,7 +215,10 @@ def _collect(processes, readers, timeout, dies, folder=None):
     if failures:
         # a rank that others wait for fails first; what they then say of the lost connection matters less
         error, text = next(iter(failures.values()))
-        said = RankError("\n".join(text for _, text in failures.values()))
+        told = "\n".join(text for _, text in failures.values())
+        if is_foreign:
+            raise _ForeignCrashError(told)
+        said = RankError(told)
         raise (said if error is None else error) from (None if error is None else said)
     silent = [rank for rank in range(world) if rank not in answers]
     if silent:

@@ -156,8 +156,7 @@ class Grouping:
 
     def _circle(self) -> set[Key]:
         """Return two units each of which has a module inside the other; empty if there are none."""
-        left = set(self.units)
-        lists = [unit for unit in left if len(unit) > 1]
+        lists = sorted((unit for unit in self.units if len(unit) > 1), key=self.paths)  # the same on all ranks
         for one in lists:
             for other in lists:
                 if one is not other and self._is_inside(one, other) and self._is_inside(other, one):
