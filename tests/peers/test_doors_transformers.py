@@ -215,6 +215,23 @@ def test_rules_in_place_of_the_scheme_are_refused_with_the_argument_for_them():
     assert TetherConfig(tt.nf4().to_json()).scheme == tt.nf4().to_json()
 
 
+def test_a_config_that_would_quantize_nothing_is_refused():
+    from torchtether.integrations.transformers import TetherConfig
+
+    with pytest.raises(tt.ArgumentError, match=r"^quantization_config: has neither a scheme nor rules\. Give them"):
+        TetherConfig()
+    assert TetherConfig(rules={"lm_head.weight": "int8"}).scheme is None
+    assert TetherConfig.from_dict({"quant_method": "torchtether"}).scheme is None  # by ``torchtether quantize``
+
+
+def test_arguments_of_other_libraries_configs_are_refused():
+    from torchtether.integrations.transformers import TetherConfig
+
+    fix = r"^modules_to_not_convert: is no argument of TetherConfig\. Choose parameters by rules="
+    with pytest.raises(tt.ArgumentError, match=fix):
+        TetherConfig("int8", modules_to_not_convert=["lm_head"])
+
+
 @pytest.mark.parametrize("changed", [{"num_labels": 5}, {"vocab_size": 300}])
 def test_a_tensor_of_another_shape_is_an_error_or_initialized_anew(tmp_path, changed):
     from torchtether.integrations.transformers import TetherConfig

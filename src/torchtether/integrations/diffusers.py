@@ -220,7 +220,7 @@ def _described(model: Any) -> Any:
         fix = "Call tt.adopt(model) first, which takes those of quanto, torchao and bitsandbytes."
         raise CheckpointError(what, name=next(iter(weights)), fix=fix)
     held = model.config.get("quantization_config")
-    made = TetherConfig(**{**dict(held or {}), "weights": {}}) if is_ours(held) else TetherConfig()
+    made = TetherConfig(**{**dict(held or {}), "weights": {}}) if is_ours(held) else TetherConfig(weights={})
     _, made.weights = in_parts(weights)
     if len(made.weights) < len(weights):
         name = next(name for name in weights if name not in made.weights)

@@ -55,6 +55,12 @@ class LoadRules:
             raise ArgumentError("is a mapping, not a scheme", name="scheme", fix="Give rules by glob as rules=.")
         self.scheme = _to_json(scheme)
         self.rules = {glob: _to_json(one) for glob, one in (rules or {}).items()}
+        if others and "quant_method" not in others:  # which every stored config has
+            fix = "Choose parameters by rules={glob: scheme or None}."
+            raise ArgumentError("is no argument of TetherConfig", name=next(iter(others)), fix=fix)
+        if scheme is None and not rules and weights is None and not others:
+            fix = 'Give them, as in TetherConfig("int8"), or leave the config out.'
+            raise ArgumentError("has neither a scheme nor rules", name="quantization_config", fix=fix)
         if not isinstance(weights, Mapping | None):
             raise ArgumentError(f"is {describe(weights)}, not a mapping", name="weights", fix="Leave it out.")
         self.weights = dict(weights or {})

@@ -251,7 +251,7 @@ def attach(model: Any) -> Callable[[], None] | None:
     if getattr(model, "hf_quantizer", None) is not None:
         return None
     held = getattr(model.config, "quantization_config", None)
-    config = held if isinstance(held, TetherConfig) else TetherConfig()
+    config = held if isinstance(held, TetherConfig) else TetherConfig(weights={})
     is_shared = config is held  # a model around this one, with the same config, has a quantizer
     model.hf_quantizer = TetherQuantizer(config, pre_quantized=False)
     model.config.quantization_config = config
