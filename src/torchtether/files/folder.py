@@ -14,7 +14,7 @@ from .leftovers import remove_leftovers
 from .locks import held
 from .names import name_beside, short
 from .opening import found_at
-from .system import sync_folder
+from .system import IS_WINDOWS, sync_folder
 
 
 @contextlib.contextmanager
@@ -65,6 +65,8 @@ def new_folder(path: Path) -> Iterator[Path]:
                     yield temporary
                 for inner, _, _ in os.walk(temporary):
                     sync_folder(Path(inner))
+                if IS_WINDOWS and target.is_dir():  # no rename replaces it
+                    target.rmdir()
                 os.replace(temporary, target)
                 sync_folder(target.parent)
             except OSError as error:

@@ -45,7 +45,7 @@ from .locks import hold, locked
 from .marks import Step, awaited, describe, end_saves
 from .names import INDEX_SUFFIX, SUFFIX, mark_of, name_beside, short, stem_of
 from .opening import BESIDE, SETTINGS, check_regular
-from .system import sync_folder
+from .system import IS_WINDOWS, sync_folder
 from .writer import write_bytes
 
 
@@ -73,9 +73,11 @@ class Beside:
         self.files: list[FileIO] = []
 
     def sync(self) -> None:
-        """Sync all files to the disk. They stay open, and so locked, until they are in place."""
+        """Sync all files to the disk. They stay open, and so locked, until they are in place, except on Windows."""
         for file in self.files:
             os.fsync(file.fileno())
+            if IS_WINDOWS:  # it renames no open file
+                file.close()
 
     def remove(self) -> None:
         """Close all files, and remove those that have not been renamed, unless a mark says that they will be."""
@@ -127,6 +129,7 @@ def _create(temporary: Path, target: Path, files: list[FileIO]) -> None:
         except OSError as error:
             what = f"cannot be written: {error.strerror or error}"
             raise CheckpointError(what, name=str(target), fix="Give another name.") from error
+    _check_free(target)
     try:
         opener = partial(os.open, mode=0o666)  # within the call, so that no interrupt loses the descriptor
         files.append(FileIO(temporary, "xb+", opener=opener))
@@ -135,6 +138,16 @@ def _create(temporary: Path, target: Path, files: list[FileIO]) -> None:
             os.chmod(temporary, stat.S_IMODE(target.stat().st_mode))
     except OSError as error:  # the error would name the temporary file, which the caller does not know
         raise CheckpointError(f"cannot be written: {error.strerror or error}", name=str(target)) from error
+
+
+def _check_free(path: Path) -> None:
+    """Raise CheckpointError if Windows would neither replace nor remove ``path``, because a process uses it."""
+    if IS_WINDOWS and os.path.lexists(path):
+        try:
+            os.rename(path, path)  # changes nothing
+        except OSError as error:
+            fix = "Close it, and free the tensors that are mapped from it, or give another name."
+            raise CheckpointError(f"cannot be replaced: {error.strerror or error}", name=str(path), fix=fix) from error
 
 
 # -- several files as one change --------------------------------------------------------------------------------------
@@ -179,6 +192,8 @@ def put_in_place(*changes: FolderChange) -> None:
             some, needs_mark = _steps(change, files.pairs)
             steps += some
             is_torn |= needs_mark
+        for step in steps:
+            _check_free(Path(os.path.realpath(step.path)))
         marks = [mark_of(change.folder, change.stem) for change in changes] if is_torn else []
         marks.sort(key=lambda mark: -len(mark.parts))  # that of the outer folder is last
         try:

@@ -18,6 +18,9 @@ from typing import Any
 
 HUGE_PAGE = 2 * 2**20
 
+IS_WINDOWS = sys.platform == "win32"
+"""Whether the system neither renames, replaces nor removes a file that is open or mapped, nor replaces a folder."""
+
 
 def ask_for_huge_pages(address: int, nbytes: int) -> None:
     """Advise the system to back the pages of these bytes with huge pages, where they are not backed yet."""
