@@ -1,4 +1,4 @@
-"""Saves where the system is not Linux: Windows, which refuses what is done to open files, as simulated here."""
+"""Saves on Windows, which refuses what is done to open files, and on macOS, as simulated here."""
 
 import errno
 import gc
@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import torchtether as tt
-from torchtether.files import folder, leftovers, locks
+from torchtether.files import folder, leftovers, locks, system
 
 replacing = import_module("torchtether.files.replacing")  # the package has a function of that name
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="open files are found in /proc")
@@ -118,3 +118,22 @@ def test_an_empty_folder_is_replaced_on_windows(tmp_path, windows):
             (made / "x").write_bytes(b"1")
         assert os.listdir(tmp_path / name) == ["x"]
     assert sorted(os.listdir(tmp_path)) == ["empty", "new"]
+
+
+@pytest.mark.parametrize("is_refused", [False, True])
+def test_macos_writes_past_the_cache_of_the_disk(tmp_path, monkeypatch, is_refused):
+    """A file system without that call is synced as elsewhere."""
+    full, plain = set(), set()
+    monkeypatch.setattr(system.fcntl, "F_FULLFSYNC", 51, raising=False)
+
+    def control(descriptor, command):
+        assert command == 51
+        full.add(os.fstat(descriptor).st_ino)
+        if is_refused:
+            raise OSError(errno.ENOTSUP, "Operation not supported")
+
+    monkeypatch.setattr(system.fcntl, "fcntl", control)
+    monkeypatch.setattr(os, "fsync", lambda descriptor: plain.add(os.fstat(descriptor).st_ino))
+    tt.save(state(1), tmp_path / "x.safetensors")
+    written = {path.stat().st_ino for path in (tmp_path, tmp_path / "x.safetensors")}
+    assert (full, plain) == (written, written if is_refused else set())

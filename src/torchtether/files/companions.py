@@ -13,6 +13,7 @@ from ..errors import CheckpointError
 from .dcp import METADATA
 from .names import SUFFIX, parse_hidden, stem_of
 from .opening import SETTINGS, open_file
+from .system import sync
 
 _SHARDS = (".distcp",)
 _WEIGHTS = (SUFFIX, ".index.json", ".bin", ".pt", ".pth", ".ckpt", *_SHARDS)
@@ -69,7 +70,7 @@ def carry_over(source: Path, target: Path, read: frozenset[str] = frozenset()) -
         with given, open(copied, "xb") as made:
             shutil.copyfileobj(given, made)
             made.flush()
-            os.fsync(made.fileno())
+            sync(made.fileno())
         done.files.append(path)
         if _is_of_weights(path.lower()):
             done.weights.append(path)

@@ -45,7 +45,7 @@ from .locks import hold, locked
 from .marks import Step, awaited, describe, end_saves
 from .names import INDEX_SUFFIX, SUFFIX, mark_of, name_beside, short, stem_of
 from .opening import BESIDE, SETTINGS, check_regular
-from .system import IS_WINDOWS, sync_folder
+from .system import IS_WINDOWS, sync, sync_folder
 from .writer import write_bytes
 
 
@@ -75,7 +75,7 @@ class Beside:
     def sync(self) -> None:
         """Sync all files to the disk. They stay open, and so locked, until they are in place, except on Windows."""
         for file in self.files:
-            os.fsync(file.fileno())
+            sync(file.fileno())
             if IS_WINDOWS:  # it renames no open file
                 file.close()
 

@@ -16,6 +16,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
 HUGE_PAGE = 2 * 2**20
 
 IS_WINDOWS = sys.platform == "win32"
@@ -39,12 +44,21 @@ def begin_writing_back(descriptor: int, at: int, nbytes: int) -> None:
         _sync_file_range(descriptor, at, nbytes, 2)  # SYNC_FILE_RANGE_WRITE; only advice, too
 
 
+def sync(descriptor: int) -> None:
+    """Write the file to the disk, and wait until it is there: on macOS ``os.fsync`` leaves it in the disk's cache."""
+    if hasattr(fcntl, "F_FULLFSYNC"):
+        with contextlib.suppress(OSError):  # some file systems lack it
+            fcntl.fcntl(descriptor, fcntl.F_FULLFSYNC)
+            return
+    os.fsync(descriptor)
+
+
 def sync_folder(folder: Path) -> None:
     """Sync the directory ``folder`` to the disk, if the file system supports that."""
     with contextlib.suppress(OSError):  # some file systems cannot sync a folder
         descriptor = os.open(folder, os.O_RDONLY)
         try:
-            os.fsync(descriptor)
+            sync(descriptor)
         finally:
             os.close(descriptor)
 
