@@ -5,7 +5,9 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -181,6 +183,22 @@ def wheel(folder, **environment):
     assert made.returncode == 0, made.stdout + made.stderr
     (path,) = folder.glob("*.whl")
     return made.stdout + made.stderr, path.name, zipfile.ZipFile(path).namelist()
+
+
+@pytest.mark.parametrize("platform", ["macosx-10.9-universal2", "linux-x86_64"])
+def test_kernels_for_macos_may_use_what_torch_needs_there(monkeypatch, tmp_path, platform):
+    """A Python for macOS 10.9 builds for that, where std::shared_mutex and aligned_alloc are not."""
+    setuptools = pytest.importorskip("setuptools", minversion="77")
+    monkeypatch.chdir(ROOT)
+    command = import_module("torchtether.compiled.setup_build").BuildNative(setuptools.Distribution())
+    command.plat_name, command.build_temp, command.include_dirs, calls = platform, str(tmp_path), [], []
+    command.compiler = SimpleNamespace(
+        compile=lambda sources, **options: calls.append(options["extra_postargs"]) or [],
+        link_shared_object=lambda objects, target, **options: calls.append(options["extra_postargs"]),
+    )
+    command._compile_and_link(tmp_path / "module.so", {"portable": []})
+    assert len(calls) > 9
+    assert {"-mmacosx-version-min=11.0" in flags for flags in calls} == {platform.startswith("macosx")}
 
 
 @pytest.mark.slow

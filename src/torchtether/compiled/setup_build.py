@@ -25,6 +25,8 @@ AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = [*AVX2, *(f"-mavx512{unit}" for unit in ("f", "bw", "dq", "vl", "vnni"))]
 BF16 = ["-mavx512bf16"]
 TILES = ["-mamx-tile", "-mamx-bf16", "-mamx-int8"]
+# As torch's wheels: a Python that was built for macOS 10.9 asks for that, where std::shared_mutex is an error.
+MACOS = ["-mmacosx-version-min=11.0"]
 LEVELS = {"portable": ["-O2"], "avx2": AVX2, "avx512": AVX512}
 # No multiplication is fused with an addition unless the source says so: the bits are those of torch's ops. Loops begin
 # lines of the cache: a short one across two lines took 1.2 times as long.
@@ -80,6 +82,7 @@ class BuildNative(build_ext):  # type: ignore[misc, unused-ignore]
 
     def _compile_and_link(self, target: Path, levels: dict[str, list[str]]) -> None:
         has_tiles = "avx512" in levels and self.plat_name.startswith("linux") and self._takes(TILES)
+        oldest = MACOS if self.plat_name.startswith("macosx") else []
         macros = [("WITH_AVX2", "1" if "avx2" in levels else "0"), ("WITH_TILES", "1" if has_tiles else "0")]
         macros.append(("SOURCES", _digest_of(SOURCES)))
         tasks: list[_Task] = [("module", "module.cpp", macros, [])]
@@ -103,7 +106,7 @@ class BuildNative(build_ext):  # type: ignore[misc, unused-ignore]
                 output_dir=str(Path(self.build_temp, name)),
                 macros=macros,
                 include_dirs=self.include_dirs,
-                extra_postargs=[standard, *FLAGS, *flags],
+                extra_postargs=[standard, *FLAGS, *oldest, *flags],
                 depends=[str(path) for path in SOURCES.iterdir()],
             )
             return made
@@ -111,4 +114,4 @@ class BuildNative(build_ext):  # type: ignore[misc, unused-ignore]
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         with ThreadPoolExecutor(cores) as threads:
             objects = [made for some in threads.map(compiled, tasks) for made in some]
-        self.compiler.link_shared_object(objects, str(target), target_lang="c++", extra_postargs=["-s"])
+        self.compiler.link_shared_object(objects, str(target), target_lang="c++", extra_postargs=["-s", *oldest])
