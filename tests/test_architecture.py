@@ -228,6 +228,24 @@ def _check_disk(place, nodes):
             assert not {alias.name for alias in node.names} & DISK, f"{place}:{node.lineno}: that is for files/"
 
 
+BROAD = {"AssertionError", "Exception"}
+"""What takes the error of an assert for a refusal. (``BaseException`` is for rollbacks, which raise it again.)"""
+
+
+def test_no_check_is_an_assert(files):
+    """``python -O`` removes asserts, so that what one refuses inside ``try`` would be accepted."""
+    found = [
+        f"{path.relative_to(SOURCE)}:{inner.lineno}"
+        for path, nodes in files.items()
+        for node in nodes
+        if isinstance(node, ast.Try) and any(getattr(h.type, "id", "") in BROAD for h in node.handlers)
+        for line in node.body
+        for inner in ast.walk(line)
+        if isinstance(inner, ast.Assert)
+    ]
+    assert found == []
+
+
 def test_files_are_short_and_few_lie_on_top():
     lengths = {path: len(path.read_text().splitlines()) for path in _modules()}
     long = {path for path, length in lengths.items() if length > 400 and _room(path) != "testing"}
