@@ -38,6 +38,8 @@ def ticking(progress: Progress, total: int, verb: str) -> Iterator[Tick]:
             progress(done, total)
 
         yield tell
+    elif sys.stderr is None:  # closed, or a process without a console: there is nowhere to draw
+        yield no_tick
     else:
         from tqdm import tqdm  # type: ignore[import-untyped]  # not needed to import the package
 

@@ -1,5 +1,6 @@
 """The command line as a user calls it: results on stdout, errors of one line on stderr, exit codes."""
 
+import contextlib
 import io
 import json
 import re
@@ -327,6 +328,12 @@ def _printed(monkeypatch, encoding, *command):
         assert main([*map(str, command)]) == 0
         stream.flush()
     return stream.buffer.getvalue().decode(encoding)
+
+
+def test_without_stderr_a_bar_is_not_drawn(tmp_path):
+    tt.save({"weight": torch.ones(3, 3), "bias": torch.ones(3)}, tmp_path / "x.safetensors")
+    with contextlib.redirect_stderr(None):
+        tt.load(nn.Linear(3, 3), tmp_path / "x.safetensors", progress=True)
 
 
 def test_names_are_escaped_where_the_output_cannot_spell_them(tmp_path, monkeypatch):
