@@ -196,6 +196,7 @@ def test_a_full_disk_is_one_error(tmp_path, monkeypatch):
         ({"v": torch.ones(2, 2).to_sparse()}, "v: safetensors cannot store a torch.sparse_coo tensor"),
         ({"__metadata__": torch.ones(2)}, "__metadata__: this name is reserved"),
         ({"\ud800": torch.ones(2)}, "not Unicode"),
+        ({"n" * (2**16 + 1): torch.ones(2)}, "x: 'nnn.*' has 65537 characters, more than 65536"),
     ],
 )
 def test_what_the_format_cannot_hold_is_refused_by_name(tmp_path, tensors, what):

@@ -14,7 +14,7 @@ import torch
 from ..errors import CheckpointError
 from ..geometry.views import Shape
 from .dtypes import CODES, DTYPES, WITHOUT_TORCH
-from .strict_json import VALUES, are_counts, check_extent, parse_object, short_repr
+from .strict_json import VALUES, are_counts, check_extent, check_length, parse_object, short_repr
 
 HEADER_LIMIT = 100_000_000  # bytes; the reference reader and writer refuse more
 _METADATA = "__metadata__"
@@ -158,6 +158,7 @@ def format_header(
             raise CheckpointError("safetensors cannot store a float4_e2m1fn_x2 tensor without dimensions", name=key)
         if key == _METADATA:
             raise CheckpointError("this name is reserved by the format", name=key, fix="Rename the tensor.")
+        check_length(key, name=name)  # readers refuse it, too
     order = sorted(tensors, key=lambda key: (-tensors[key][0].itemsize, key))
     entries: dict[str, Any] = {_METADATA: {key: metadata[key] for key in sorted(metadata)}} if metadata else {}
     start: dict[str, int] = {}
