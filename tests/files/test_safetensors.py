@@ -1,6 +1,7 @@
 """Safetensors files: we and others read what we write, and files with false headers are refused."""
 
 import copy
+import errno
 import gc
 import itertools
 import json
@@ -8,6 +9,7 @@ import os
 import pickle
 import stat
 import struct
+from unittest.mock import Mock
 
 import pytest
 import safetensors.torch
@@ -156,6 +158,14 @@ def test_umask_mode_and_symlinks_are_respected(tmp_path):
     assert (tmp_path / "link").is_symlink()
     assert stat.S_IMODE((tmp_path / "new").stat().st_mode) == 0o604
     with TensorFile(tmp_path / "new") as file:
+        assert file.read("v").item() == 0
+
+
+def test_a_file_system_without_modes_takes_a_second_save(tmp_path, monkeypatch):
+    write(tmp_path / "x", {"v": torch.ones(1)})
+    monkeypatch.setattr(os, "chmod", Mock(side_effect=PermissionError(errno.EPERM, "Operation not permitted")))
+    write(tmp_path / "x", {"v": torch.zeros(1)})
+    with TensorFile(tmp_path / "x") as file:
         assert file.read("v").item() == 0
 
 

@@ -135,7 +135,9 @@ def _create(temporary: Path, target: Path, files: list[FileIO]) -> None:
         files.append(FileIO(temporary, "xb+", opener=opener))
         hold(files[-1].fileno())
         with contextlib.suppress(FileNotFoundError):
-            os.chmod(temporary, stat.S_IMODE(target.stat().st_mode))
+            mode = stat.S_IMODE(target.stat().st_mode)
+            if mode != stat.S_IMODE(temporary.stat().st_mode):  # some file systems refuse any change
+                os.chmod(temporary, mode)
     except OSError as error:  # the error would name the temporary file, which the caller does not know
         raise CheckpointError(f"cannot be written: {error.strerror or error}", name=str(target)) from error
 
