@@ -9,6 +9,7 @@ import os
 import pickle
 import stat
 import struct
+import sys
 from unittest.mock import Mock
 
 import pytest
@@ -167,6 +168,15 @@ def test_a_file_system_without_modes_takes_a_second_save(tmp_path, monkeypatch):
     write(tmp_path / "x", {"v": torch.zeros(1)})
     with TensorFile(tmp_path / "x") as file:
         assert file.read("v").item() == 0
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="a current folder cannot be removed")
+def test_a_current_folder_that_is_gone_is_one_error(tmp_path, monkeypatch):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    with pytest.raises(tt.CheckpointError, match=r"x\.safetensors: cannot be written: No such file"):
+        tt.save({"v": torch.ones(1)}, "x.safetensors")
 
 
 def test_a_failure_leaves_the_old_files_and_no_rubbish(tmp_path):

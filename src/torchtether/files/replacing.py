@@ -98,7 +98,10 @@ def beside(*paths: Path) -> Iterator[Beside]:
     First, remove the leftovers of killed processes for the same targets. Raises CheckpointError if the disk refuses.
     """
     made = Beside()
-    targets = [Path(os.path.realpath(path)) for path in paths]
+    try:
+        targets = [Path(os.path.realpath(path)) for path in paths]
+    except OSError as error:  # the current folder has been removed
+        raise CheckpointError(f"cannot be written: {error.strerror or error}", name=str(paths[0])) from error
     for folder in {target.parent for target in targets}:
         remove_leftovers(folder, {short(target.name) for target in targets}.__contains__)
     try:
