@@ -246,6 +246,27 @@ def test_no_check_is_an_assert(files):
     assert found == []
 
 
+FACTORIES = {"arange", "as_tensor", "empty", "eye", "full", "linspace", "ones", "rand", "randint", "tensor", "zeros"}
+
+
+def test_every_tensor_is_made_on_a_named_device(files):
+    """Else it is on the user's default device: ``meta`` in a block that builds a model, where it has no values."""
+    found = [
+        f"{path.relative_to(SOURCE)}:{node.lineno}"
+        for path, nodes in files.items()
+        for node in nodes
+        if isinstance(node, ast.Call) and _room(path) != "testing" and path.name != "demonstration.py"
+        if isinstance(node.func, ast.Attribute) and getattr(node.func.value, "id", "") == "torch"
+        if node.func.attr in FACTORIES and not {"device", None} & {keyword.arg for keyword in node.keywords}
+    ]
+    assert found == []
+
+
+def test_it_can_be_imported_where_a_model_is_built():
+    code = "import torch\nwith torch.device('meta'): import torchtether"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def test_files_are_short_and_few_lie_on_top():
     lengths = {path: len(path.read_text().splitlines()) for path in _modules()}
     long = {path for path, length in lengths.items() if length > 400 and _room(path) != "testing"}

@@ -226,7 +226,7 @@ Stream = Iterator[tuple[Tensor, Tensor | None]]
 
 def _paired(made: Stream, wanted: Stream) -> Iterator[Compared]:
     """Yield pieces of two streams of the same length, cut at the same places."""
-    theirs = torch.empty(0)
+    theirs = torch.empty(0, device="cpu")
     for mine, limits in made:
         at = 0
         while at < len(mine):

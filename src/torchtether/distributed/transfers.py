@@ -68,7 +68,7 @@ class Transfers:
                 if writer == me:
                     mine = item
                 for role, whole in _parts(item.shadow).items():
-                    out = torch.empty(whole.shape, dtype=whole.dtype) if writer == me else None
+                    out = torch.empty(whole.shape, dtype=whole.dtype, device="cpu") if writer == me else None
                     if out is not None:
                         made[role] = out
                     for rank, region in self._sources(item, role):

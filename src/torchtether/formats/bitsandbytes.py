@@ -253,7 +253,7 @@ def pack(name: str, weight: Tensor) -> dict[str, Tensor]:
     if isinstance(scheme, Affine):
         _check_int8(name, weight.spec)
         module = name.removesuffix(".weight")
-        order = torch.zeros((), dtype=torch.uint8)
+        order = torch.zeros((), dtype=torch.uint8, device="cpu")
         return {name: parts["qdata"], f"{module}.SCB": parts["scale"].reshape(-1), f"{module}.weight_format": order}
     kind = _kind(name, weight.spec)
     assert isinstance(scheme, Codebook)
@@ -266,18 +266,18 @@ def pack(name: str, weight: Tensor) -> dict[str, Tensor]:
     made = {
         name: _swapped(parts["qdata"], 0).view(-1, 1),
         f"{name}.absmax": parts["absmax"],
-        f"{name}.quant_map": torch.tensor(scheme.table, dtype=torch.float32),
+        f"{name}.quant_map": torch.tensor(scheme.table, dtype=torch.float32, device="cpu"),
     }
     if scheme.nested:
         state["nested_blocksize"] = scheme.nested_block_size
         state["nested_dtype"] = "float32"
         state["nested_offset"] = float(parts["nested_offset"])
         made[f"{name}.nested_absmax"] = parts["nested_absmax"]
-        made[f"{name}.nested_quant_map"] = torch.tensor(DYNAMIC, dtype=torch.float32)
+        made[f"{name}.nested_quant_map"] = torch.tensor(DYNAMIC, dtype=torch.float32, device="cpu")
     text = json.dumps(state).encode().ljust(_STATE_WIDTH)
     if len(text) > _STATE_WIDTH:
         raise SchemeError(f"its quant_state takes {len(text)} bytes, but {_STATE_WIDTH} are the limit", name=name)
-    made[f"{name}{STATE}{kind}"] = torch.tensor(list(text), dtype=torch.uint8)
+    made[f"{name}{STATE}{kind}"] = torch.tensor(list(text), dtype=torch.uint8, device="cpu")
     return {key: tensor.detach() for key, tensor in made.items()}
 
 

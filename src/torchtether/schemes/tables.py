@@ -28,7 +28,7 @@ NF4 = (
 # bitsandbytes' fp4 by bit pattern: sign, then 12 times the magnitude in an order of its own (not E2M1's).
 _FP4_TWELFTHS = (0.0, 0.0625, 8.0, 12.0, 4.0, 6.0, 2.0, 3.0)
 FP4 = tuple(
-    float(torch.tensor(sign * value, dtype=torch.float32) / 12.0) + 0.0  # code 8 is 0, not -0
+    float(torch.tensor(sign * value, dtype=torch.float32, device="cpu") / 12.0) + 0.0  # code 8 is 0, not -0
     for sign in (1.0, -1.0)
     for value in _FP4_TWELFTHS
 )

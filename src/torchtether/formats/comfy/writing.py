@@ -56,7 +56,9 @@ def pack(name: str, weight: Tensor) -> dict[str, Tensor]:
     if kind == "nvfp4":
         tensors = {name: swapped(parts["qdata"], parts["qdata"].shape, weight.shape[1])}
         tensors[f"{name}_scale_2"] = parts["global_scale"]
-    tensors[f"{name.removesuffix('.weight')}{SETTINGS}"] = torch.tensor(list(_text(kind)), dtype=torch.uint8)
+    tensors[f"{name.removesuffix('.weight')}{SETTINGS}"] = torch.tensor(
+        list(_text(kind)), dtype=torch.uint8, device="cpu"
+    )
     shape = made[f"{name}_scale"][1]
     tensors[f"{name}_scale"] = swizzled(scale).view(shape) if kind in TILED else scale.float().reshape(shape)
     return tensors
