@@ -170,6 +170,23 @@ def test_a_real_model_is_filled_where_it_is(saved):
     assert torch.equal(outside, source.emb.weight)
 
 
+@pytest.mark.parametrize("view", [torch.Tensor.conj, torch._neg_view], ids=["conjugate", "negative"])
+@pytest.mark.parametrize("is_parameter", [True, False], ids=["parameter", "buffer"])
+@pytest.mark.parametrize("fill", [tt.load, tt.refit])
+def test_a_lazy_conjugate_or_negative_is_filled_with_the_values_of_the_file(tmp_path, view, is_parameter, fill):
+    values = torch.randn(3, 4, dtype=torch.complex64)
+    tt.save({"value": values}, tmp_path / "x.safetensors")
+    held = view(torch.zeros(3, 4, dtype=torch.complex64))
+    model = nn.Module()
+    if is_parameter:
+        model.value = nn.Parameter(held)
+    else:
+        model.register_buffer("value", held)
+    fill(model, tmp_path / "x.safetensors")
+    assert torch.equal(model.value.detach().resolve_conj().resolve_neg(), values)
+    assert (model.value.is_conj(), model.value.is_neg()) == (held.is_conj(), held.is_neg())
+
+
 def test_non_persistent_buffers(tmp_path):
     class Rotary(nn.Module):
         def __init__(self):

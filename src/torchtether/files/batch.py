@@ -90,7 +90,8 @@ class Batch:
         at = first * (stored.nbytes // stored.shape[0]) if first else 0
         passage = self.passage(out.device)
         is_reached = passage is not None or out.device.type == "cpu"
-        if out.dtype == stored.dtype and is_reached and out.is_contiguous():
+        is_plain = out.is_contiguous() and not (out.is_conj() or out.is_neg())
+        if out.dtype == stored.dtype and is_reached and is_plain:
             place = out if passage is None else out.detach().view(-1).view(torch.uint8)
             self.fill([(file, key, stored.start + at, place)], passage)
             return
