@@ -95,6 +95,15 @@ def test_boxes_of_any_dimension_are_put_together(tmp_path):
             assert torch.equal(store.read_view(key, view), whole[1:3, 2:5, 1:3]), key
 
 
+@pytest.mark.parametrize("view", [torch.Tensor.conj, torch._neg_view], ids=["conjugate", "negative"])
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_a_lazy_conjugate_or_negative_is_read_resolved(tmp_path, view):
+    lazy = view(torch.randn(3, 4, dtype=torch.complex64))
+    dcp.save({"value": lazy}, checkpoint_id=tmp_path)
+    with Store(tmp_path) as store:
+        assert torch.equal(store.read("value"), lazy.resolve_conj().resolve_neg())
+
+
 # -- what a file may not do -------------------------------------------------------------------------------------------
 
 

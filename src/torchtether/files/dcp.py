@@ -243,7 +243,7 @@ class DcpFile(TensorFile):
         return chunk.place
 
     def _place_within(self, source: _Slice, chunk: _Chunk, key: str) -> int:
-        """Return the byte of the archive at which its values begin; hold values that are not in row-major order."""
+        """Return the byte of the archive at which its values begin; hold values that are stored in another order."""
         where = f"{self._folder}: {key}"
         try:
             found = load_to_meta(source, name=where)
@@ -257,9 +257,10 @@ class DcpFile(TensorFile):
         is_there = place + found.nbytes <= chunk.nbytes and found.untyped_storage().nbytes() >= found.nbytes
         if (tuple(found.shape), found.dtype) != (chunk.sizes, self._dtypes[key]) or not is_there:
             raise CheckpointError(f"its chunk in {chunk.file} differs from {METADATA}", name=where)
-        if not found.is_contiguous():
+        if not found.is_contiguous() or found.is_conj() or found.is_neg():
             source.seek(0)
-            chunk.held = memory_of(torch.load(cast(Any, source), weights_only=True).contiguous())
+            values = torch.load(cast(Any, source), weights_only=True)
+            chunk.held = memory_of(values.resolve_conj().resolve_neg().contiguous())
         return place
 
     def close(self) -> None:
