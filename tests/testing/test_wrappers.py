@@ -116,6 +116,11 @@ def test_names_are_a_tuple():
         type("Wrong", (tt.WrapperTensor,), {"inner_names": "codes"})
 
 
+def test_a_class_without_inner_tensors_is_refused():
+    with pytest.raises(tt.TetherError, match=r"^Empty: inner_names is empty, .*\. Name its inner tensors, as in .*\.$"):
+        type("Empty", (tt.WrapperTensor,), {})(dtype=torch.float32)
+
+
 def test_what_is_not_written_yet_is_said():
     made = type("Bare", (tt.WrapperTensor,), {"inner_names": ("codes",)})(codes=torch.ones(2), dtype=torch.float32)
     with pytest.raises(NotImplementedError, match=r"^Bare: it has no decode\(\)"):

@@ -94,7 +94,10 @@ class WrapperTensor(Wrapping):
     ) -> WrapperTensor:
         """Wrap inner tensors as they are. ``shape`` is by default that of the first."""
         expected = {*cls.inner_names, *cls.metadata_names}
-        if fields.keys() != expected or not cls.inner_names:
+        if not cls.inner_names:
+            fix = 'Name its inner tensors, as in inner_names = ("codes",).'
+            raise TetherError("inner_names is empty, so nothing holds its values", name=cls.__name__, fix=fix)
+        if fields.keys() != expected:
             raise TetherError(f"needs the fields {sorted(expected)}, got {sorted(fields)}", name=cls.__name__)
         first = fields[cls.inner_names[0]]
         for name in cls.inner_names:
