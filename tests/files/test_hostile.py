@@ -57,13 +57,18 @@ def test_a_file_of_several_that_is_none(tmp_path, make, name):
 
 
 def test_more_shards_than_a_process_may_open_are_refused_with_advice(tmp_path):
-    tt.save({f"w{i}": torch.ones(64) for i in range(20)}, tmp_path, max_shard_size=256)
+    state = {f"w{i}": torch.ones(64) for i in range(20)}
+    tt.save(state, tmp_path, max_shard_size=256)
     with open(tmp_path / "model.safetensors.index.json", "rb") as file:
         last = file.fileno()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (last + 10, hard))
     try:
         refused(tmp_path, "Too many open files. Raise the limit of this process")
+        with pytest.raises(
+            tt.CheckpointError, match=r"model-000\d+-of.*: Too many open files\. Raise the limit of this process"
+        ):
+            tt.save(state, tmp_path, max_shard_size=256)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     tt.open(tmp_path).close()

@@ -70,6 +70,25 @@ def test_an_error_before_the_first_is_done_is_itself(saved, monkeypatch):
         plan.apply()
 
 
+def test_a_timeout_after_the_last_is_itself(saved):
+    model = build(1)
+
+    def timeout(*_):
+        raise TimeoutError("too slow")
+
+    def tick(done, total):
+        if done == total:
+            signal.raise_signal(signal.SIGINT)
+
+    before = signal.signal(signal.SIGINT, timeout)
+    try:
+        with pytest.raises(TimeoutError, match="^too slow$"):
+            tt.load(model, saved, progress=tick)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert values(model) == [[7.0]] * 8
+
+
 def test_an_interrupt_comes_between_two_tensors_and_the_plan_goes_on(saved):
     model = build(1)
     plan, calls = tt.plan_load(model, saved), []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import math
 import mmap
 import os
@@ -23,7 +22,7 @@ from .memory import PIECE, allocate, memory_of, private_map, scratch
 from .opening import Closing, open_file
 from .readers import Buffer
 from .ring import Ring
-from .system import read_into
+from .system import advice, read_into
 
 
 def begins_with(path: Path, magic: bytes) -> bool:
@@ -72,8 +71,7 @@ class TensorFile(Closing):
         try:
             self._descriptor = open_file(path)
         except OSError as error:  # a checkpoint may have more shards than the process may open
-            fix = "Raise the limit of this process (ulimit -n)." if error.errno == errno.EMFILE else ""
-            raise CheckpointError(f"cannot be read: {error.strerror}", name=self.name, fix=fix) from None
+            raise CheckpointError(f"cannot be read: {error.strerror}", name=self.name, fix=advice(error)) from None
         try:
             self._size = os.fstat(self._descriptor).st_size
             self.header: Header = self._parse()

@@ -45,7 +45,7 @@ from .locks import hold, locked
 from .marks import Step, awaited, describe, end_saves
 from .names import INDEX_SUFFIX, SUFFIX, mark_of, name_beside, short, stem_of
 from .opening import BESIDE, SETTINGS, check_regular
-from .system import IS_WINDOWS, sync, sync_folder
+from .system import IS_WINDOWS, advice, sync, sync_folder
 from .writer import write_bytes
 
 
@@ -142,14 +142,15 @@ def _create(temporary: Path, target: Path, files: list[FileIO]) -> None:
             if mode != stat.S_IMODE(temporary.stat().st_mode):  # some file systems refuse any change
                 os.chmod(temporary, mode)
     except OSError as error:  # the error would name the temporary file, which the caller does not know
-        raise CheckpointError(f"cannot be written: {error.strerror or error}", name=str(target)) from error
+        what = f"cannot be written: {error.strerror or error}"
+        raise CheckpointError(what, name=str(target), fix=advice(error)) from error
 
 
 def _check_free(path: Path) -> None:
     """Raise CheckpointError if Windows would neither replace nor remove ``path``, because a process uses it."""
-    if IS_WINDOWS and os.path.lexists(path):
+    if IS_WINDOWS and os.path.lexists(found := os.path.realpath(path)):
         try:
-            os.rename(path, path)  # changes nothing
+            os.rename(found, found)  # changes nothing
         except OSError as error:
             fix = "Close it, and free the tensors that are mapped from it, or give another name."
             raise CheckpointError(f"cannot be replaced: {error.strerror or error}", name=str(path), fix=fix) from error
@@ -198,7 +199,7 @@ def put_in_place(*changes: FolderChange) -> None:
             steps += some
             is_torn |= needs_mark
         for step in steps:
-            _check_free(Path(os.path.realpath(step.path)))
+            _check_free(step.path)
         marks = [mark_of(change.folder, change.stem) for change in changes] if is_torn else []
         marks.sort(key=lambda mark: -len(mark.parts))  # that of the outer folder is last
         try:

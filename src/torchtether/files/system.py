@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import mmap
 import os
 import sys
@@ -25,6 +26,11 @@ HUGE_PAGE = 2 * 2**20
 
 IS_WINDOWS = sys.platform == "win32"
 """Whether the system neither renames, replaces nor removes a file that is open or mapped, nor replaces a folder."""
+
+
+def advice(error: OSError) -> str:
+    """Return what to do about an error of the system; empty if its own text says enough."""
+    return "Raise the limit of this process (ulimit -n)." if error.errno == errno.EMFILE else ""
 
 
 def ask_for_huge_pages(address: int, nbytes: int) -> None:

@@ -114,8 +114,8 @@ def set_extra_states(model: nn.Module, given: RenamedCheckpoint, names: Iterable
 def _fill(given: RenamedCheckpoint, steps: Sequence[Step], filled: Sequence[Step], done: set[str], tick: Tick) -> None:
     """Fill the tensors of ``filled`` in place, one after the other; the other ``steps`` are done before.
 
-    If an error comes after some of ``steps`` are done, it is raised again as one that names finished and unfinished
-    tensors, of its own class if that is a TetherError, else as LoadError.
+    If an error comes after some, not all, of ``steps`` are done, it is raised again as one that names finished and
+    unfinished tensors, of its own class if that is a TetherError, else as LoadError.
     """
     try:
         with Deferred() as signals:
@@ -126,7 +126,7 @@ def _fill(given: RenamedCheckpoint, steps: Sequence[Step], filled: Sequence[Step
     except Exception as error:
         finished = [step.name for step in steps if done.issuperset(step.component.names)]
         left = [step.name for step in steps if not done.issuperset(step.component.names)]
-        if not finished:
+        if not finished or not left:  # no tensor has been filled, or all have
             raise
         kind = type(error) if isinstance(error, TetherError) else LoadError
         raise kind(
