@@ -72,6 +72,21 @@ def test_an_optimizer_that_has_stepped_steps_again(make):
         tt.materialize(nn.Linear(4, 4), optimizer=optimizer)  # also where nothing is on meta
 
 
+def test_state_that_stayed_on_meta_is_found():
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    tt.convert(model, device="meta", optimizer=optimizer)
+    tt.check_optimizer(model, optimizer)  # neither has values
+    tt.materialize(model)
+    with pytest.raises(tt.OptimizerError, match=r"^weight: has values, and its state in the optimizer is on meta"):
+        tt.check_optimizer(model, optimizer)
+    for parameter in model.parameters():
+        del optimizer.state[parameter]
+    tt.check_optimizer(model, optimizer)
+
+
 def test_an_lstm_runs():
     output, _ = tt.materialize(_meta(lambda: nn.LSTM(4, 4)))(torch.ones(2, 4))
     assert output.shape == (2, 4)

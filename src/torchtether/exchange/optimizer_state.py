@@ -46,7 +46,8 @@ def optimizers_of(optimizer: Optimizers) -> tuple[Optimizer, ...]:
 def check_optimizer(model: nn.Module, optimizer: Optimizers) -> None:
     """Raise OptimizerError unless the optimizer holds every trainable parameter of ``model``, and no other tensor.
 
-    Frozen parameters may be absent. Several optimizers are taken together; none, ``None`` or ``[]``, hold no parameter.
+    Also raise it for state on ``meta`` of a parameter that has values. Frozen parameters may be absent. Several
+    optimizers are taken together; none, ``None`` or ``[]``, hold no parameter.
 
     Raises:
         OptimizerError: naming what the optimizer lacks, and what it holds that the model does not have (any more).
@@ -61,6 +62,11 @@ def check_optimizer(model: nn.Module, optimizer: Optimizers) -> None:
     missing, foreign = _difference(model, optimizer)
     if missing or foreign:
         raise _error(missing, foreign)
+    for name, parameter in model.named_parameters():
+        if not parameter.is_meta and any(_is_on_meta(one.state.get(parameter)) for one in optimizers_of(optimizer)):
+            what = "has values, and its state in the optimizer is on meta, so steps would fail or change nothing"
+            fix = "Delete the state (del optimizer.state[parameter]), and the next step makes it again."
+            raise OptimizerError(what, name=name, fix=fix)
 
 
 def check_belongs(model: nn.Module, optimizer: Optimizers) -> None:
@@ -170,9 +176,7 @@ def _follow_one(
     steps_move: bool,
     journal: Journal | None,
 ) -> None:
-    if change.device.type == "meta" != change.held.device.type and any(
-        isinstance(value, Tensor) and value.is_meta for value in state.values()
-    ):
+    if change.device.type == "meta" != change.held.device.type and _is_on_meta(state):
         if journal is not None:
             journal.append(lambda: optimizer.state.__setitem__(change.held, state))
         del optimizer.state[change.held]
@@ -187,6 +191,11 @@ def _follow_one(
                 journal.append(lambda key=key, old=old: state.__setitem__(key, old))  # type: ignore[misc]
             state[key] = new
             del old, new  # at most one state tensor exists twice
+
+
+def _is_on_meta(state: Any) -> bool:
+    """Return whether a tensor of a parameter's state has no values."""
+    return isinstance(state, dict) and any(isinstance(value, Tensor) and value.is_meta for value in state.values())
 
 
 def _keys_of_one_dtype(optimizer: Optimizer) -> set[Any]:
