@@ -4,6 +4,7 @@ The peaks follow what FSDP2 does in torch 2.13 to 2.15, and agree with the alloc
 
 - an all-gather fills one flat buffer, which is copied out; in forward the buffer lives until the next unit is gathered
   (torch 2.15 frees it before the next unit is copied out, torch 2.13 after);
+- a unit that is gathered in another dtype is cast before, shard by shard;
 - in backward the preceding unit is prefetched, and the flat input of the last reduce-scatter still lives;
 - autograd adds the gradients of a tied parameter at the end of backward, where two of them and their sum exist at once;
 - the root, and units of several modules, stay gathered while other units run;
@@ -77,9 +78,16 @@ class UnitParameter:
 
     def gathered_bytes(self, ranks: int, dtype: torch.dtype | None = None) -> int:
         """Return the bytes of an all-gather's result: the padded rows of all ranks, floats in ``dtype``."""
-        own = dtype if dtype is not None and isinstance(self.scheme, Plain) and self.dtype.is_floating_point else None
         rows = rows_per_rank(self.count, ranks)
-        return ranks * (self._size(rows, own or self.dtype) - self.shared_bytes())
+        return ranks * (self._size(rows, self._gathered_in(dtype)) - self.shared_bytes())
+
+    def cast_bytes(self, ranks: int, dtype: torch.dtype | None = None) -> int:
+        """Return the bytes of the copy that a rank gives to an all-gather in ``dtype``; 0 if it gives its shard."""
+        return self.gathered_bytes(ranks, dtype) // ranks if self._gathered_in(dtype) != self.dtype else 0
+
+    def _gathered_in(self, dtype: torch.dtype | None) -> torch.dtype:
+        is_plain = isinstance(self.scheme, Plain) and self.dtype.is_floating_point
+        return dtype if dtype is not None and is_plain else self.dtype
 
     def decoded_bytes(self, dtype: torch.dtype | None = None, device: str = "cpu") -> int:
         """Return the bytes that a product on a type of device decodes of a Weight at once.
@@ -120,6 +128,8 @@ class Cost:
 
     label: str
     gathered: int
+    cast: int
+    """Bytes of the copies in another dtype that each rank gives to the all-gather."""
     grads: int
     meeting: int
     """Extra bytes while autograd adds gradients of the largest tied parameter: a second gradient, and the sum."""
@@ -147,7 +157,9 @@ def _forward(outer: Sequence[Cost], inner: Sequence[Cost], keeps: bool) -> tuple
     """Return the peak of a forward pass in bytes, and the label of the unit in which it occurs."""
     most, label, held, flat = 0, "", 0, 0
     for unit in (*outer, *inner):
-        both = max(flat + unit.gathered, 2 * unit.gathered) if frees_before_copy() else flat + 2 * unit.gathered
+        both = flat + 2 * unit.gathered
+        if frees_before_copy():
+            both = max(flat + unit.gathered + unit.cast, 2 * unit.gathered)
         if held + both > most:
             most, label = held + both, unit.label
         if not unit.stays and held + 2 * unit.gathered + unit.decoded > most:

@@ -46,6 +46,7 @@ class Unit:
         return Cost(
             label=self.label,
             gathered=sum(one.gathered_bytes(ranks, param_dtype) for one in held),
+            cast=sum(one.cast_bytes(ranks, param_dtype) for one in held),
             grads=sum(one.grad_bytes(param_dtype) for one in held),
             meeting=max((2 * one.grad_bytes(param_dtype) for one in held if one.uses > 1), default=0),
             scattered=sum(one.grad_shard_bytes(ranks, reduce_dtype) * ranks for one in held),
