@@ -101,6 +101,21 @@ def test_opening_reads_no_values_and_a_slice_only_its_own(tmp_path, monkeypatch)
         assert total[0] == 2 * 256 * 4
 
 
+def test_a_plain_weight_is_read_with_its_strides(tmp_path):
+    w, columns = torch.randn(8, 6), torch.randn(4, 6)[:, ::2]
+    tensors = {"w": w, "turned": w.t(), "columns": columns}
+    model = torch.nn.ParameterDict({name: torch.nn.Parameter(values) for name, values in tensors.items()})
+    tt.quantize(model, {"*": tt.Plain()})
+    torch.save(model.state_dict(), tmp_path / "x.pt")
+    with tt.open(tmp_path / "x.pt") as checkpoint:
+        assert ("w", "turned") in [tie.names for tie in checkpoint.ties]
+        for name, values in tensors.items():
+            assert torch.equal(checkpoint[name], values)
+    torch.save({"w": tt.Weight.encode(torch.ones(3).expand(2, 3), tt.Plain())}, tmp_path / "y.pt")
+    with pytest.raises(tt.CheckpointError, match="w: the alias of size .* is larger than its owner"):
+        tt.open(tmp_path / "y.pt")
+
+
 class Evil:
     def __init__(self, *call):
         self.call = call or (os.system, ("touch evil",))
