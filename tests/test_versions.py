@@ -1,6 +1,8 @@
 """The tested versions of torch are the same in README, in the package and in CI."""
 
 import re
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 
@@ -28,6 +30,33 @@ def test_a_newer_torch_gives_one_line_of_warning(monkeypatch, version, warns):
     for one in caught:
         assert version in str(one.message)
         assert "\n" not in str(one.message)
+
+
+IMPORT = """
+import sys, torch
+torch.__version__ = sys.argv[1]
+if sys.argv[2:]:
+    sys.modules[sys.argv[2]] = None
+else:
+    del torch._C._is_tracing
+import torchtether
+"""
+
+
+@pytest.mark.parametrize(
+    ("given", "what"),
+    [
+        (["2.16.0"], "ImportError: torch 2.16.0 lacks what torchtether uses: module 'torch._C' has no attribute .*"),
+        (["2.12.1"], "ImportError: torch 2.12.1 lacks .*_is_tracing.* Use torch 2.13.0 to 2.15.0, or a newer .*"),
+        (["2.15.1"], "AttributeError: module 'torch._C' has no attribute '_is_tracing'.*"),
+        (["2.16.0", "numpy"], "ModuleNotFoundError: import of numpy halted; None in sys.modules"),
+    ],
+    ids="newer older tested module".split(),
+)
+def test_the_import_says_in_one_line_that_a_torch_lacks_a_name(given, what):
+    found = subprocess.run([sys.executable, "-c", IMPORT, *given], capture_output=True, text=True)
+    assert found.returncode == 1
+    assert re.fullmatch(what, found.stderr.splitlines()[-1])
 
 
 def test_readme_lists_the_versions_and_ci_tries_them():

@@ -5,11 +5,13 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
 from ._interruptions import uncollected as _uncollected
+from .torch_private.versions import naming_torch as _naming_torch
 
 if _TYPE_CHECKING:
     from . import distributed, testing
 
-with _uncollected():  # one garbage collection over all objects of torch would take a third of the import time
+# one garbage collection over all objects of torch would take a third of the import time
+with _naming_torch(), _uncollected():
     from ._version import __version__ as __version__
     from .checkpoint.reader import Checkpoint
     from .checkpoint.reader import open_checkpoint as open

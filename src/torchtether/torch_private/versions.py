@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
@@ -13,6 +15,9 @@ from ..errors import ConversionError
 
 _NEEDED: tuple[tuple[Any, str], ...] = (
     (torch._C, "_swap_tensor_impl"),
+    (torch._C, "_current_graph_task_id"),
+    (torch._C, "_disabled_torch_function_impl"),
+    (torch, "_has_compatible_shallow_copy_type"),
     (Tensor, "_use_count"),
     (Tensor, "_cdata"),
     (Tensor, "_make_subclass"),
@@ -28,6 +33,23 @@ def warn_if_untested() -> None:
     """Warn, on one line, if this torch is newer than the newest that was tested."""
     if minor_of(torch.__version__) > minor_of(TESTED[-1]):
         warn(f"torchtether was tested with torch {TESTED[0]} to {TESTED[-1]}, this is torch {torch.__version__}")
+
+
+@contextmanager
+def naming_torch() -> Iterator[None]:
+    """Raise ImportError with torch's version if the block lacks a name of a torch that was not tested."""
+    try:
+        yield
+    except (AttributeError, ImportError) as error:
+        is_tested = minor_of(TESTED[0]) <= minor_of(torch.__version__) <= minor_of(TESTED[-1])
+        absent = error.name or "torch" if isinstance(error, ModuleNotFoundError) else "torch"
+        if is_tested or absent.partition(".")[0] != "torch":
+            raise
+        why = " ".join(str(error).split())
+        raise ImportError(
+            f"torch {torch.__version__} lacks what torchtether uses: {why}. Use torch {TESTED[0]} to {TESTED[-1]}, "
+            "or a newer torchtether."
+        ) from error
 
 
 def minor_of(version: str) -> list[int]:
