@@ -24,6 +24,7 @@ import torchtether as tt
 from tests.catalog import SCHEMES, rand
 from tests.weights.kernel_cases import EPS, as_on, choose, rounded
 from torchtether import compiled
+from torchtether.compiled import room
 from torchtether.formats.gguf_blocks import TABLE as IQ4
 from torchtether.schemes import Biased, SuperBlocks
 from torchtether.torch_private import processors
@@ -751,6 +752,46 @@ def test_a_bias_may_be_converted_while_a_product_runs():
             bias.data = torch.ones(2**17).bfloat16()
             time.sleep(1e-4)
         assert running.result()
+
+
+@needs_compiler
+@pytest.mark.parametrize("size", [32, 512], ids=["small", "large"])
+@pytest.mark.parametrize("what", ["x", "bias", "gradient", "index"])
+def test_memory_that_is_given_up_while_a_result_is_allocated_is_not_read(what, size, monkeypatch):
+    """As where another thread runs meanwhile: torch lets it."""
+    dtype, shape, reused = torch.bfloat16, (2, size), float("nan")
+    if what == "bias":
+        shape = (size,)
+    if what == "index":
+        dtype, shape, reused = torch.int64, (2,), 1
+    old = bytearray(torch.zeros(shape, dtype=dtype).nbytes)
+    memory = torch.frombuffer(old, dtype=dtype).view(shape)
+    given = torch.nn.Parameter(memory.detach(), requires_grad=False)
+    plain, weight = room.empty_on_cpu, weight_of(tt.int8(), size, size)
+    layout, x = layout_of(tt.int8(), (size, size)), torch.zeros(2, size).bfloat16()
+    parts = layout.pick_from(weight)
+
+    def empty(*arguments):
+        given.data = torch.zeros(shape, dtype=dtype)
+        memory.fill_(reused)
+        return plain(*arguments)
+
+    calls = {
+        "x": lambda: cpu.linear(layout, parts, given, None),
+        "bias": lambda: cpu.linear(layout, parts, x, given),
+        "gradient": lambda: cpu.gradient(layout, parts, given),
+        "index": lambda: cpu.gather(layout, parts, dtype=torch.bfloat16, index=given),
+    }
+    wanted = weight.dequantize()[[0, 0]] if what == "index" else x
+    monkeypatch.setattr(room, "empty_on_cpu", empty)
+    room._bind(compiled.native())
+    try:
+        made = calls[what]()
+    finally:
+        monkeypatch.undo()
+        room._bind(compiled.native())
+    assert made is None or torch.equal(made, wanted)
+    assert calls[what]() is not None or what == "gradient"  # which only some processors have
 
 
 def test_int8pack_refuses_what_would_crash():

@@ -54,15 +54,16 @@ template <class Work> PyObject* or_memory_error(Work work) {
 PyObject* try_product(const Layout& L, PyObject* given_x, PyObject* given_bias, PyObject* const* given, Py_ssize_t count) {
     Product made;
     Seen seen, &bias = made.bias;
-    int64_t cdata;
+    int64_t cdata, bias_cdata = 0;
     const auto look = [&](Py_ssize_t i, Seen& part) { return part.look(cdata_of(given[i])); };
     if (!is_as_it_lies(given_x, &cdata) || !made.x.look(cdata) || !look_at_parts(L, count, made.parts, look))
         return none();
-    if (given_bias != Py_None && (!is_as_it_lies(given_bias, &cdata) || !bias.look(cdata))) return none();
+    if (given_bias != Py_None && (!is_as_it_lies(given_bias, &bias_cdata) || !bias.look(bias_cdata))) return none();
     const auto fit = made.fit(L);
     if (fit != Product::FITS) return again(fit == Product::NOT ? Py_None : Py_NotImplemented);
     Held out(new_tensor(made.x.sizes, made.x.dim - 1, L.rows, made.dtype));
     if (!out.object) return nullptr;
+    if (!made.x.stays(cdata) || (bias_cdata && !made.is_much && !bias.stays(bias_cdata))) return none();
     if (!seen.look(cdata_of(out.object))) return none();
     aside(made.is_much, [&] { made.into(L, seen.at); });
     return out.release();
@@ -80,7 +81,7 @@ PyObject* try_gradient(const Layout& L, PyObject* given_x, PyObject* const* give
     if (x.strides[1] != 1 && L.rows != 1) return again(Py_NotImplemented);
     Held out(new_tensor(x.sizes, 1, L.columns, BFLOAT16));
     if (!out.object) return nullptr;
-    if (!seen.look(cdata_of(out.object))) return none();
+    if (!x.stays(cdata) || !seen.look(cdata_of(out.object))) return none();
     aside(true, [&] { level->gradient(L, parts, *kernels_of(L), x.at, x.sizes[0], x.strides[0], seen.at); });
     return out.release();
 }
@@ -89,7 +90,7 @@ PyObject* try_gradient(const Layout& L, PyObject* given_x, PyObject* const* give
 // written to `given_out`, which may be larger, if it is not None.
 PyObject* try_some_rows(const Layout& L, int64_t dtype, PyObject* given_index, int64_t start, int64_t stop, PyObject* given_out,
                       PyObject* const* given, Py_ssize_t count) {
-    Rows rows = {nullptr, false, start, stop - start, L.columns};
+    Rows rows = {nullptr, false, start, 0, L.columns};
     Parts parts;
     Seen index, seen;
     int64_t cdata;
@@ -100,16 +101,20 @@ PyObject* try_some_rows(const Layout& L, int64_t dtype, PyObject* given_index, i
         if (index.dtype != 4 && index.dtype != 3) return none();
         if (!index.is_contiguous) return again(Py_NotImplemented);
         rows = {index.at, index.dtype == 3, 0, index.count, L.columns};
-        for (int64_t i = 0; i < rows.count; i++)
-            if (rows[i] < 0 || rows[i] >= L.rows) {
-                PyErr_SetString(PyExc_IndexError, "index out of range in self");
-                return nullptr;
-            }
-    } else if (rows.start < 0 || rows.count < 1 || rows.count > L.rows - rows.start) return none();
+    } else {
+        if (start < 0 || stop <= start || stop > L.rows) return none();
+        rows.count = stop - start;
+    }
     Held out(given_out != Py_None ? again(given_out)
              : rows.index ? new_tensor(index.sizes, index.dim, L.columns, dtype)
                           : new_tensor(&rows.count, 1, L.columns, dtype));
     if (!out.object) return nullptr;
+    if (rows.index && !index.stays(cdata)) return none();
+    for (int64_t i = 0; rows.index && i < rows.count; i++)
+        if (rows[i] < 0 || rows[i] >= L.rows) {
+            PyErr_SetString(PyExc_IndexError, "index out of range in self");
+            return nullptr;
+        }
     if (!seen.look(cdata_of(out.object)) || !seen.is_contiguous) return none();
     if (dtype_of(seen.dtype) != dtype || seen.count < rows.count * L.columns) return none();
     aside(rows.count * L.columns > 65536, [&] { kernels_of(L)->decode(L, parts, rows, dtype, seen.at); });

@@ -95,6 +95,12 @@ struct Seen {
         }
         return count > 0 && (offset + extent) * size_of(dtype) <= bytes;
     }
+
+    // Whether its memory is where it was: other threads may give it other memory while a result is allocated.
+    bool stays(int64_t cdata) const {
+        void* now = nullptr;
+        return !torch.data(&cdata, &now) && now == at;
+    }
 };
 
 // Whether every column of an ORDERED layout names an existing group.
