@@ -1,5 +1,9 @@
 """The compiled loops give the same bits as torch ops, and are not used where torch must observe the ops."""
 
+import shutil
+import subprocess
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given
@@ -259,3 +263,35 @@ def test_memory_that_is_not_aligned():
     raw[1:] = w.view(-1).view(torch.uint8)
     odd = torch.frombuffer(bytearray(raw.numpy().tobytes()), dtype=torch.bfloat16, offset=1, count=w.numel())
     laws.assert_same_parts(int8().encode(odd.view(8, 64)), int8().encode(w))
+
+
+NOT_FINITE = """
+#include <string.h>
+#include "encoders.h"
+extern const encoders encoders_portable;
+
+int main(void) {
+    recipe r = {.kind = FLOAT8, .columns = 32, .width = 32, .stride = 32, .span = 448, .lowest = -448, .highest = 448,
+                .is_symmetric = 1, .bits = 8, .mantissa = 3, .bias = 7, .top = 8, .whole = 1};
+    float x[32];
+    uint8_t scale[4], codes[32];
+    memset(x, 0x7f, sizeof x);  /* all of them NaN */
+    memset(x, 0xff, 4);
+    for (r.scales = FLOATS; r.scales <= OVER_WHOLE; r.scales++)
+        if (encoders_portable.encode(&r, x, 1, scale, 0, codes)) return 1;
+    return 0;
+}
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="it is compiled")
+def test_numbers_that_are_not_finite_are_refused_without_overflow(tmp_path):
+    """Compilers assume that signed integers do not overflow; where they do, this program traps."""
+    (tmp_path / "main.c").write_text(NOT_FINITE)
+    sources = Path(compiled.__file__).parent / "sources"
+    traps = ("-fno-wrapv", "-fsanitize=signed-integer-overflow", "-fsanitize-undefined-trap-on-error")
+    flags = ("-O0", "-w", "-std=c11", "-DLEVEL=portable", f"-I{sources}", *traps)
+    files = (tmp_path / "main.c", sources / "encoders.c", "-lm", "-o", tmp_path / "main")
+    subprocess.run(["gcc", *flags, *files], check=True)
+    assert subprocess.run([tmp_path / "main"]).returncode == 0

@@ -183,10 +183,10 @@ ENCODERS(bfloat16, uint16_t, BFLOAT16)
  * finite and small enough. */
 static int fit_powers(const recipe *r, count runs, const float *restrict high, uint8_t *restrict scale, float *restrict by) {
     int bad = 0;
-    int32_t lift = r->scales == EVEN ? 1 << (22 - r->mantissa) : 0;
+    uint32_t lift = r->scales == EVEN ? 1u << (22 - r->mantissa) : 0;
     for (count i = 0; i < runs; i++) {
-        int32_t bits = (int32_t)bits_of(r->scales == RCEIL ? high[i] / r->span : high[i]);
-        int32_t byte = r->scales == RCEIL ? (bits + 0x7fffff) >> 23 : ((bits + lift) >> 23) - r->top;
+        uint32_t bits = bits_of(r->scales == RCEIL ? high[i] / r->span : high[i]); /* a NaN's may carry into the sign */
+        int32_t byte = r->scales == RCEIL ? (int32_t)((bits + 0x7fffff) >> 23) : (int32_t)((bits + lift) >> 23) - r->top;
         bad |= !(high[i] < LIMIT);
         byte = byte < 0 ? 0 : byte > 254 ? 254 : byte;
         byte = high[i] > 0 ? byte : 127;
