@@ -14,7 +14,7 @@ from .leftovers import remove_leftovers
 from .locks import held
 from .names import name_beside, short
 from .opening import found_at
-from .system import IS_WINDOWS, sync_folder
+from .system import IS_WINDOWS, sync_folder, unwritable
 
 
 @contextlib.contextmanager
@@ -70,7 +70,7 @@ def new_folder(path: Path) -> Iterator[Path]:
                 os.replace(temporary, target)
                 sync_folder(target.parent)
             except OSError as error:
-                raise CheckpointError(f"cannot be written: {error.strerror or error}", name=str(path)) from error
+                raise unwritable(path, error) from error
             except CheckpointError as error:  # the caller does not know the hidden folder
                 shown = error.name.replace(str(temporary), str(path))
                 raise type(error)(error.what, name=shown, fix=error.fix) from error.__cause__
@@ -98,7 +98,7 @@ def is_taken(path: Path) -> bool:
     try:
         return found_at(path) is not None and not path.is_dir()
     except OSError as error:  # of a folder that may not be entered, or a name that is too long
-        raise CheckpointError(f"cannot be written: {error.strerror or error}", name=str(path)) from error
+        raise unwritable(path, error) from error
 
 
 def is_folder(path: Path) -> bool:

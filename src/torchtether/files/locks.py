@@ -10,11 +10,7 @@ from pathlib import Path
 
 from ..errors import CheckpointError
 from .names import parse_hidden
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
+from .system import fcntl
 
 HAS_LOCKS = fcntl is not None
 

@@ -45,7 +45,7 @@ from .locks import hold, locked
 from .marks import Step, awaited, describe, end_saves
 from .names import INDEX_SUFFIX, SUFFIX, mark_of, name_beside, short, stem_of
 from .opening import BESIDE, SETTINGS, check_regular
-from .system import IS_WINDOWS, advice, sync, sync_folder
+from .system import IS_WINDOWS, sync, sync_folder, unwritable
 from .writer import write_bytes
 
 
@@ -101,7 +101,7 @@ def beside(*paths: Path) -> Iterator[Beside]:
     try:
         targets = [Path(os.path.realpath(path)) for path in paths]
     except OSError as error:  # the current folder has been removed
-        raise CheckpointError(f"cannot be written: {error.strerror or error}", name=str(paths[0])) from error
+        raise unwritable(paths[0], error) from error
     for folder in {target.parent for target in targets}:
         remove_leftovers(folder, {short(target.name) for target in targets}.__contains__)
     try:
@@ -117,7 +117,7 @@ def beside(*paths: Path) -> Iterator[Beside]:
             yield made
         except OSError as error:
             where = error.filename if isinstance(error.filename, str) else str(paths[0])
-            raise CheckpointError(f"cannot be written: {error.strerror or error}", name=where) from error
+            raise unwritable(where, error) from error
         finally:
             made.remove()
     finally:  # again, because an interrupt may have aborted the first removal
@@ -130,8 +130,7 @@ def _create(temporary: Path, target: Path, files: list[FileIO]) -> None:
         try:
             os.close(os.open(target, os.O_WRONLY | getattr(os, "O_CLOEXEC", 0)))  # tells the reason
         except OSError as error:
-            what = f"cannot be written: {error.strerror or error}"
-            raise CheckpointError(what, name=str(target), fix="Give another name.") from error
+            raise unwritable(target, error, "Give another name.") from error
     _check_free(target)
     try:
         opener = partial(os.open, mode=0o666)  # within the call, so that no interrupt loses the descriptor
@@ -142,8 +141,7 @@ def _create(temporary: Path, target: Path, files: list[FileIO]) -> None:
             if mode != stat.S_IMODE(temporary.stat().st_mode):  # some file systems refuse any change
                 os.chmod(temporary, mode)
     except OSError as error:  # the error would name the temporary file, which the caller does not know
-        what = f"cannot be written: {error.strerror or error}"
-        raise CheckpointError(what, name=str(target), fix=advice(error)) from error
+        raise unwritable(target, error) from error
 
 
 def _check_free(path: Path) -> None:
@@ -206,8 +204,7 @@ def put_in_place(*changes: FolderChange) -> None:
             with Deferred():  # an interrupt between two renames would leave neither the old files nor the new ones
                 _perform(steps, marks)
         except OSError as error:
-            what = f"cannot be written: {error.strerror or error}"
-            raise CheckpointError(what, name=str(changes[0].folder)) from error
+            raise unwritable(changes[0].folder, error) from error
     for change in changes:
         if change.is_whole:
             remove_leftovers(change.folder, partial(_is_of, stem_of(short(change.stem + SUFFIX))))

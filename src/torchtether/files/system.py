@@ -17,8 +17,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ..errors import CheckpointError
+
 try:
-    import fcntl
+    import fcntl as fcntl
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
@@ -31,6 +33,11 @@ IS_WINDOWS = sys.platform == "win32"
 def advice(error: OSError) -> str:
     """Return what to do about an error of the system; empty if its own text says enough."""
     return "Raise the limit of this process (ulimit -n)." if error.errno == errno.EMFILE else ""
+
+
+def unwritable(path: Path | str, error: OSError, fix: str = "") -> CheckpointError:
+    """Return the error of a save to ``path`` that the system refuses."""
+    return CheckpointError(f"cannot be written: {error.strerror or error}", name=str(path), fix=fix or advice(error))
 
 
 def ask_for_huge_pages(address: int, nbytes: int) -> None:
