@@ -1,5 +1,6 @@
 """``tt.distributed.save`` writes the bytes that one process writes, on any number of ranks, and they load exactly."""
 
+import json
 import os
 import signal
 from pathlib import Path
@@ -8,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -665,3 +667,29 @@ def test_no_rank_waits_for_a_shard_that_cannot_be_read(tmp_path, rank, options):
     assert said[rank] == "MemoryError: no memory for a copy"
     assert f"CheckpointError: rank {rank} failed: MemoryError: no memory for a copy" in said[1 - rank]
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda found: found | {"v": 2},
+        lambda found: found | {"state": {"other": {}}},
+        lambda found: found | {"state": {"weight": []}},
+        lambda found: found | {"groups": [found["groups"][0] | {"params": [1, "bias"]}], "state": {}},
+    ],
+    ids=["version", "state of no parameter", "state of no kind", "number for a name"],
+)
+def test_damaged_groups_are_refused_before_a_change(tmp_path, damage):
+    model = nn.Linear(3, 3)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    tt.distributed.save(model, tmp_path / "x", optimizer=optimizer)
+    (file,) = (tmp_path / "x" / "optimizer").iterdir()
+    tensors = load_file(file)
+    text = json.dumps(damage(json.loads(bytes(tensors["groups"].tolist())))).encode()
+    save_file({**tensors, "groups": torch.tensor(list(text), dtype=torch.uint8)}, file)
+    held = nn.init.zeros_(model.weight)
+    with pytest.raises(tt.CheckpointError, match="optimizer: its parameter groups cannot be read: ValueError"):
+        tt.distributed.load(model, tmp_path / "x", optimizer=optimizer)
+    assert not held.any()

@@ -16,7 +16,8 @@ from tests.distributed import models
 from tests.distributed.models import Biased, Block, Stack, lora
 from tests.distributed.spawn import imagine
 from tests.fake_cuda import fake_cuda
-from torchtether.distributed import plan_units
+from torchtether.distributed import memory, plan_units
+from torchtether.distributed.grouping import Grouping
 from torchtether.distributed.memory import UnitParameter
 from torchtether.weights.ops.product import rows_at_once
 
@@ -326,6 +327,32 @@ def test_what_is_decoded_at_once_is_what_products_decode():
                 step = rows_at_once(weight) or shape[0]
                 parameter = UnitParameter(("w",), shape, dtype, tt.int8(), False)
                 assert parameter.decoded_bytes(device=device) == min(step, shape[0]) * shape[1] * dtype.itemsize
+
+
+@pytest.mark.parametrize(("dtype", "cast"), [(None, 0), (torch.float32, 0), (torch.bfloat16, 2 * 64 * 64 // 8)])
+def test_shards_that_are_cast_count_in_the_peaks_of_a_newer_torch(monkeypatch, dtype, cast):
+    """While they are gathered, the buffer of the unit before is still there; torch 2.13 also copies out beside it."""
+    monkeypatch.setattr(memory, "frees_before_copy", lambda: True)
+    layers = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(3)))
+    plan = plan_units(layers, nn.Linear, mesh=8)
+    gathered = (dtype or torch.float32).itemsize * 64 * 64
+    assert plan.peaks(param_dtype=dtype).forward == 2 * gathered + cast
+    tt.quantize(layers, "int8")
+    assert all(unit.cost(8, dtype).cast == 0 for unit in plan_units(layers, nn.Linear, mesh=8).units)
+
+
+def test_units_are_the_same_wherever_modules_lie():
+    """Each rank makes its own plan, and its modules have other addresses."""
+    kept, found = [], set()
+    for _ in range(20):
+        model = nn.ModuleDict({name: nn.Sequential(nn.ReLU(), nn.ReLU(), nn.ReLU()) for name in "abc"})
+        kept.append(model)
+        grouping = Grouping(model, [], "group")
+        pairs = (("a", "b.0"), ("b", "c.0"), ("c", "a.0"), ("a", "c.1"), ("b", "a.1"))
+        grouping.units = {frozenset(id(model.get_submodule(path)) for path in pair) for pair in pairs}
+        found.add(frozenset(grouping.paths(unit) for unit in grouping._circle()))
+    assert len(found) == 1
+    assert found != {frozenset()}
 
 
 def test_peaks_are_those_of_the_device():

@@ -110,6 +110,14 @@ def test_a_mapped_checkpoint_is_refused_before_a_change_on_windows(tmp_path, win
     assert values(tmp_path) == dict.fromkeys(state(1, 9), 2)
 
 
+def test_a_mapped_file_is_refused_before_anything_is_written_on_windows(tmp_path, windows, monkeypatch):
+    tt.save(state(1), tmp_path / "x.safetensors")
+    with open(tmp_path / "x.safetensors", "rb"):
+        monkeypatch.setattr(replacing, "FileIO", None)  # would fail
+        with pytest.raises(tt.CheckpointError, match=r"x\.safetensors: cannot be replaced"):
+            tt.save(state(2), tmp_path / "x.safetensors")
+
+
 def test_an_empty_folder_is_replaced_on_windows(tmp_path, windows):
     for name in ("new", "empty"):
         if name == "empty":

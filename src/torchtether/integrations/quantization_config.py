@@ -40,7 +40,10 @@ class Method(StrEnum):  # diffusers asks for its ``value``
 
 
 class LoadRules:
-    """Choose which parameters ``from_pretrained`` quantizes, and how: what both ``TetherConfig`` classes hold."""
+    """Choose which parameters ``from_pretrained`` quantizes, and how: what both ``TetherConfig`` classes hold.
+
+    Raises ArgumentError if there is neither a scheme nor a rule, and for arguments of other libraries' configs.
+    """
 
     def __init__(
         self,
